@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm_torch import has_grouped_mm
+from megacore.ops.library import aligned, launch
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 
@@ -25,7 +26,6 @@ PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
 BACKEND_VARIABLE = "MEGACORE_GROUPED_GEMM"
 BACKENDS = ("auto", "native", "torch")
 MAX_EXPERTS = 1024
-_ALIGNMENT = 16
 
 
 def choose_backend(
@@ -157,40 +157,38 @@ def launch_grouped(
     num_experts, out_features, in_features = weight.shape
     if accumulate_mask is not None:
         accumulate_mask = accumulate_mask.contiguous()
-    a, b = _aligned(a), _aligned(b)
+    a, b = aligned(a), aligned(b)
     m_splits = None if m_splits is None else m_splits.contiguous()
     a_scale, b_scale = scales or (None, None)
     tile, along_columns = _plan(plan)
-    with torch.cuda.device(out.device):
-        # From torch's allocator, which reuses this memory in stream order only.
-        workspace = torch.empty(
-            _workspace_bytes(out.device, num_experts), dtype=torch.uint8, device=out.device
-        )
-        cuda_kernels().grouped_gemm(
-            product=_PRODUCTS[product],
-            a=a.data_ptr(),
-            b=b.data_ptr(),
-            m_splits=0 if m_splits is None else m_splits.data_ptr(),
-            d=out.data_ptr(),
-            operand=_TYPES[a.dtype],
-            result=_TYPES[out.dtype],
-            num_rows=a.shape[0] if num_rows is None else num_rows,
-            num_experts=num_experts,
-            out_features=out_features,
-            in_features=in_features,
-            accumulate=accumulate,
-            accumulate_mask=0 if accumulate_mask is None else accumulate_mask.data_ptr(),
-            clear_tail=clear_tail,
-            tile=tile,
-            along_columns=along_columns,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-            stream=torch.cuda.current_stream().cuda_stream,
-            first_row=0 if first_row is None else first_row.data_ptr(),
-            expected_rows=expected_rows,
-            a_scale=0 if a_scale is None else a_scale.data_ptr(),
-            b_scale=0 if b_scale is None else b_scale.data_ptr(),
-        )
+    # From torch's allocator, which reuses this memory in stream order only.
+    workspace = out.new_empty(_workspace_bytes(out.device, num_experts), dtype=torch.uint8)
+    launch(
+        "grouped_gemm",
+        out,
+        product=_PRODUCTS[product],
+        a=a.data_ptr(),
+        b=b.data_ptr(),
+        m_splits=0 if m_splits is None else m_splits.data_ptr(),
+        d=out.data_ptr(),
+        operand=_TYPES[a.dtype],
+        result=_TYPES[out.dtype],
+        num_rows=a.shape[0] if num_rows is None else num_rows,
+        num_experts=num_experts,
+        out_features=out_features,
+        in_features=in_features,
+        accumulate=accumulate,
+        accumulate_mask=0 if accumulate_mask is None else accumulate_mask.data_ptr(),
+        clear_tail=clear_tail,
+        tile=tile,
+        along_columns=along_columns,
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        first_row=0 if first_row is None else first_row.data_ptr(),
+        expected_rows=expected_rows,
+        a_scale=0 if a_scale is None else a_scale.data_ptr(),
+        b_scale=0 if b_scale is None else b_scale.data_ptr(),
+    )
 
 
 @functools.cache
@@ -198,11 +196,6 @@ def _workspace_bytes(device: torch.device, num_experts: int) -> int:
     with torch.cuda.device(device):
         needed: int = cuda_kernels().grouped_gemm_workspace_bytes(num_experts=num_experts)
     return needed
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 def _plan(plan: str | None) -> tuple[int, bool]:

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.library import define_op
+from megacore.ops.library import DTYPES, define_op, launch
 from megacore.ops.permutation import sort_by_expert
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
 
 
@@ -55,20 +54,20 @@ def _map_copies(
     row_map = experts.new_empty(experts.shape[0], experts.shape[1] * repeats)
     is_sorted = not _sorts(num_experts)
     sorted_Tk = sorting if is_sorted else torch.empty_like(experts)
-    with torch.cuda.device(experts.device):
-        cuda_kernels().peer_map_copies(
-            **_choices(experts),
-            sorted=sorted_Tk.data_ptr(),
-            workspace=0 if is_sorted else sorting.data_ptr(),
-            shift=shift.data_ptr(),
-            members=members.data_ptr(),
-            num_experts=num_experts,
-            num_parts=members.shape[0],
-            repeats=repeats,
-            capacity=capacity,
-            row_map=row_map.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+    launch(
+        "peer_map_copies",
+        experts,
+        **_choices(experts),
+        sorted=sorted_Tk.data_ptr(),
+        workspace=0 if is_sorted else sorting.data_ptr(),
+        shift=shift.data_ptr(),
+        members=members.data_ptr(),
+        num_experts=num_experts,
+        num_parts=members.shape[0],
+        repeats=repeats,
+        capacity=capacity,
+        row_map=row_map.data_ptr(),
+    )
     return row_map
 
 
@@ -180,8 +179,8 @@ def _start_pull(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: 
 
 
 def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
-    if rows.dtype not in _DTYPES:
-        names = ", ".join(_DTYPES.values())
+    if rows.dtype not in DTYPES:
+        names = ", ".join(DTYPES.values())
         raise ValueError(
             f"rows of {rows.dtype} do not travel through memory of peers, only {names}; convert "
             "them, or set debug.static_transport = collective"
@@ -190,7 +189,7 @@ def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
         "rows": rows.data_ptr(),
         "probs": 0 if probs is None else probs.data_ptr(),
         "width": rows.shape[1],
-        "dtype": _DTYPES[rows.dtype],
+        "dtype": DTYPES[rows.dtype],
     }
 
 
@@ -203,17 +202,17 @@ def _launch(
     timeout_s: float,
     **arguments: Any,
 ) -> None:
-    with torch.cuda.device(memory.device):
-        getattr(cuda_kernels(), name)(
-            memory=memory.data_ptr(),
-            state=state.data_ptr(),
-            num_members=memory.shape[0],
-            position=position,
-            layout=list(layout),
-            timeout_s=timeout_s,
-            stream=torch.cuda.current_stream().cuda_stream,
-            **arguments,
-        )
+    launch(
+        name,
+        memory,
+        memory=memory.data_ptr(),
+        state=state.data_ptr(),
+        num_members=memory.shape[0],
+        position=position,
+        layout=list(layout),
+        timeout_s=timeout_s,
+        **arguments,
+    )
 
 
 def _needs_cuda(*args: Any) -> None:

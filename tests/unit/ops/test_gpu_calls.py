@@ -20,12 +20,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacore.ops import cuda_module, library
+from megacore.ops.gemm_cuda import launch_grouped
 
 STUB = Path(library.__file__).parents[1] / "_cuda.pyi"
 MODULES = (
     *("ops/activations.py", "ops/dense.py", "ops/dropout.py", "ops/echo_counts.py"),
     *("ops/normed_rotation.py", "ops/permutation.py", "ops/quantize.py", "ops/rotation.py"),
-    *("ops/routing.py", "ops/topk.py", "moe/echo/reroute.py"),
+    *("ops/peer_exchange.py", "ops/routing.py", "ops/topk.py", "moe/echo/reroute.py"),
 )
 # T tokens, E experts, k choices, H features, R ranks.
 T, E, K, H, R = 6, 4, 2, 128, 2
@@ -115,6 +116,8 @@ def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
     norms = x(32), x(32)
     rule = 1, False, False, True, 1.0
     plan = ids(R, K), ids(R, R, K), ids(R), ids(5), ids(1), ids(E + R * K), E
+    members = ids(R), ids(8), 0, [E, T * K, 4 * H], 1.0
+    sent, arrived = (x(T, H), on_gpu(T, K), ids(T, K)), (x(T * K, H), on_gpu(T * K), ids())
     return {
         "swiglu": (x(T, 2 * H), on_gpu(T), ids()),
         "swiglu_backward": (x(T, H), x(T, 2 * H), on_gpu(T), None),
@@ -146,12 +149,20 @@ def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
         ),
         "count_plan_": (on_gpu(8, dtype=torch.float64), *plan),
         "count_held_": (on_gpu(8, dtype=torch.float64), ids(R, K), 0, 2, 100),
+        "peer_send_counts": (ids(T, K), *members, [E, R, 1]),
+        "peer_plan": (*members, [E, R, 1], T * K),
+        "peer_map_copies": (ids(T, K), ids(8), ids(E), ids(R, 1), T * K),
+        "peer_start_push": (*sent, *members, 0, K, T * K),
+        "peer_finish_push": (*arrived, *members, 0),
+        "peer_reserve_pull": (*members, 1),
+        "peer_start_pull": (*arrived, *members, 1, False),
+        "peer_finish_pull": (*sent, *members, 1, K, T * K),
         "reroute": (ids(T, K), on_gpu(T, K), ids(E), ids(E), ids(R, K), ids(R, K)),
     }
 
 
 def shapes(results: Any) -> list[tuple[Any, ...]]:
-    found = results if isinstance(results, tuple) else (results,)
+    found = results if isinstance(results, (tuple, list)) else (results,)
     return [(each.shape, each.dtype, each.device) for each in found if each is not None]
 
 
@@ -170,6 +181,14 @@ def test_the_kernel_is_called_as_its_stub_declares(
     results = implementation(*args)
     assert kernels.called, "the operation was computed by torch operations"
     assert shapes(results) == shapes(fake(*args))
+
+
+@pytest.mark.parametrize("product", ["forward", "input_grad", "weight_grad"])
+def test_grouped_products_are_called_as_the_stub_declares(kernels: Kernels, product: Any) -> None:
+    rows, weights = on_gpu(T, H, dtype=torch.bfloat16), on_gpu(E, H, H)
+    second, out = (rows, weights) if product == "weight_grad" else (weights.bfloat16(), rows)
+    launch_grouped(product, rows, second, ids(E), out, accumulate_mask=None, first_row=ids())
+    assert kernels.called == ["grouped_gemm"]
 
 
 def test_other_dtypes_go_to_torch_operations(kernels: Kernels) -> None:
