@@ -93,6 +93,28 @@ def permute(
     return result
 
 
+def permute_with_probs(
+    tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`permute` and :func:`permute_probs` by one operation, which costs less.
+
+    Args:
+        tokens: ``(T, H)``.
+        probs: ``(T, k)``.
+        row_map: ``(T, k)``, int64, each row at most once.
+        num_rows: R.
+
+    Returns:
+        Rows ``(R, H)`` and one number per row ``(R,)``.
+
+    Raises:
+        ValueError: As :func:`permute`.
+    """
+    _check_rows(tokens, row_map, probs)
+    rows, row_probs = _permute_both(tokens, probs, row_map, num_rows)
+    return rows, row_probs
+
+
 def unpermute(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum ``weights[t, j] * rows[row_map[t, j]]`` over ``j`` into ``tokens[t]``, in order of ``j``.
 
@@ -230,6 +252,46 @@ def _unpermute_rows(
     return tokens
 
 
+def _permute_both_rows(
+    kernel: Kernel, tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    rows = _permute_rows(kernel, tokens, row_map, num_rows, None)
+    row_probs = _permute_rows(kernel, *_as_tokens(probs, row_map), num_rows, None)
+    return rows, row_probs.flatten()
+
+
+def _unpermute_both_rows(
+    kernel: Kernel, rows: Tensor, row_probs: Tensor, row_map: Tensor
+) -> tuple[Tensor, Tensor]:
+    tokens = _unpermute_rows(kernel, rows, row_map, None)
+    probs = _unpermute_rows(kernel, *_as_tokens(row_probs, row_map), None)
+    return tokens, probs.view(row_map.shape)
+
+
+def _as_tokens(probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers and map with each copy as a token of width 1."""
+    return probs.reshape(-1, 1), row_map.reshape(-1, 1)
+
+
+def _probs_fit(tensor: Tensor, probs: Tensor, *rest: Any) -> bool:
+    del tensor, rest
+    return probs.dtype == torch.float32
+
+
+def _permute_both_reference(
+    tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    row_probs = permute_reference(*_as_tokens(probs, row_map), num_rows)
+    return permute_reference(tokens, row_map, num_rows), row_probs.flatten()
+
+
+def _unpermute_both_reference(
+    rows: Tensor, row_probs: Tensor, row_map: Tensor
+) -> tuple[Tensor, Tensor]:
+    probs = unpermute_reference(*_as_tokens(row_probs, row_map))
+    return unpermute_reference(rows, row_map), probs.view(row_map.shape)
+
+
 def _dot_rows(kernel: Kernel, tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
     dots = rows.new_empty(row_map.shape, dtype=torch.float32)
@@ -269,6 +331,16 @@ def _unpermute_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Te
     return rows.new_empty(row_map.shape[0], rows.shape[1])
 
 
+def _permute_both_fake(
+    tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    return _permute_fake(tokens, row_map, num_rows, None), probs.new_empty(num_rows)
+
+
+def _unpermute_both_fake(rows: Tensor, row_probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    return _unpermute_fake(rows, row_map, None), row_probs.new_empty(row_map.shape)
+
+
 def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     del tokens
     return rows.new_empty(row_map.shape, dtype=wide_dtype(rows))
@@ -295,6 +367,17 @@ _unpermute = define_op(
     **native("unpermute", _unpermute_rows, unpermute_reference),
     fake=_unpermute_fake,
 )
+_permute_both = define_op(
+    "permute_both(Tensor tokens, Tensor probs, Tensor row_map, SymInt num_rows)"
+    " -> (Tensor, Tensor)",
+    **native("permute", _permute_both_rows, _permute_both_reference, fits=_probs_fit),
+    fake=_permute_both_fake,
+)
+_unpermute_both = define_op(
+    "unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map) -> (Tensor, Tensor)",
+    **native("unpermute", _unpermute_both_rows, _unpermute_both_reference, fits=_probs_fit),
+    fake=_unpermute_both_fake,
+)
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
     **native("row_dots", _dot_rows, _row_dots_reference),
@@ -317,6 +400,25 @@ def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_tokens, None, None, grad_weights
 
 
+def _both_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    del output
+    ctx.save_for_backward(inputs[2])
+
+
+def _both_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
+    (row_map,) = ctx.saved_tensors
+    # A split backward pass requests one of the two at a time.
+    of_tokens, of_probs = ctx.needs_input_grad[:2]
+    grads: list[Tensor | None] = [None, None]
+    if of_tokens and of_probs:
+        grads = [*_unpermute_both(grad, grad_probs, row_map)]
+    elif of_tokens:
+        grads[0] = _unpermute(grad, row_map, None)
+    elif of_probs:
+        grads[1] = _unpermute(*_as_tokens(grad_probs, row_map), None).view(row_map.shape)
+    return *grads, None, None
+
+
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     rows, row_map, weights = inputs
@@ -337,3 +439,4 @@ def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define_gradient(_permute, _permute_backward, _permute_setup)
 define_gradient(_unpermute, _unpermute_backward, _unpermute_setup)
+define_gradient(_permute_both, _both_backward, _both_setup)

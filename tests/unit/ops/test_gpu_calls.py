@@ -129,6 +129,8 @@ def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
         "counter_dropout": (x(T, 1, H), ids(1), ids(T), ids(), 0, 0.5),
         "sort_by_expert": (ids(T, K), E),
         "permute": (x(T, H), ids(T, K), T * K, on_gpu(T, K)),
+        "permute_both": (x(T, H), on_gpu(T, K), ids(T, K), T * K),
+        "unpermute_both": (x(T * K, H), on_gpu(T * K), ids(T, K)),
         "unpermute": (x(T * K, H), ids(T, K), None),
         "row_dots": (x(T, H), x(T * K, H), ids(T, K)),
         "quantize_rows": (x(T, H), ids()),

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from megacore.ops import permute, permute_probs, sort_by_expert, top_k, unpermute
 from megacore.ops.permutation import (
     permute_reference,
+    permute_with_probs,
     sort_by_expert_reference,
     unpermute_reference,
 )
@@ -119,6 +120,30 @@ def test_probabilities_follow_their_copies() -> None:
     assert probs.grad.tolist() == [[2.0, 0.0], [1.0, 0.0], [3.0, 4.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_tokens_and_probabilities_together_have_the_bits_of_each(
+    dtype: torch.dtype, needs: tuple[bool, bool]
+) -> None:
+    row_map, _ = sort_by_expert(torch.tensor([[1, 0], [0, -1], [1, 1]]), 2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found: list[list[torch.Tensor]] = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        inputs = [torch.randn(3, 4, dtype=dtype), torch.randn(3, 2, dtype=wide)]
+        for tensor, need in zip(inputs, needs, strict=True):
+            tensor.requires_grad_(need)
+        if together:
+            rows, probs = permute_with_probs(*inputs, row_map, 7)
+        else:
+            rows, probs = permute(inputs[0], row_map, 7), permute_probs(inputs[1], row_map, 7)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        loss = (rows * torch.randn_like(rows)).sum() + (probs * torch.randn_like(probs)).sum()
+        found.append([rows, probs, *torch.autograd.grad(loss, wanted)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_fewer_rows_are_enough_when_the_caller_knows_it() -> None:
     expert_of = torch.tensor([[-1], [0], [-1]])
     row_map, _ = sort_by_expert(expert_of, 1)
@@ -150,11 +175,14 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     opcheck(ops.sort_by_expert.default, (expert_of, 3))
     opcheck(ops.top_k.default, (tokens.detach(), 2))
     opcheck(ops.row_dots.default, (tokens.detach(), rows.detach(), row_map))
+    opcheck(ops.permute_both.default, (tokens, weights, row_map, 8))
+    opcheck(ops.unpermute_both.default, (rows.detach(), torch.rand(8), row_map))
     for w in (weights, None):
         opcheck(ops.permute.default, (tokens, row_map, 8, w))
         opcheck(ops.unpermute.default, (rows, row_map, w))
     wide = [x.detach().double().requires_grad_() for x in (tokens, rows, weights)]
     assert torch.autograd.gradcheck(lambda t, _, w: permute(t, row_map, 8, w), wide)
+    assert torch.autograd.gradcheck(lambda t, _, w: permute_with_probs(t, w, row_map, 8), wide)
     assert torch.autograd.gradcheck(lambda _, r, w: unpermute(r, row_map, w), wide)
 
 

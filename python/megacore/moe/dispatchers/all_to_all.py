@@ -25,7 +25,13 @@ from megacore.moe.dispatchers.base import (
     rows_of_copies,
 )
 from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
-from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
+from megacore.ops.permutation import (
+    permute,
+    permute_probs,
+    permute_with_probs,
+    sort_by_expert,
+    unpermute,
+)
 from megacore.parallel.row_exchange import PendingRows, RowSplits, start_exchange
 
 _PLAN_FIELDS = (
@@ -346,9 +352,10 @@ class _PendingExchange(PendingDispatch):
         rows, probs = self._rows.finish(), self._probs.finish()
         row_map, m_splits = sort_by_expert(self._expert_of_row_M[:, None], self._num_local)
         num_rows = rows.shape[0] if self._num_rows is None else self._num_rows
+        rows, probs = permute_with_probs(rows, probs[:, None], row_map, num_rows)
         return ExpertRows(
-            rows=permute(rows, row_map, num_rows),
-            probs=permute_probs(probs[:, None], row_map, num_rows),
+            rows=rows,
+            probs=probs,
             m_splits=m_splits,
             row_map=row_map,
             num_rows=m_splits.sum() if self._has_padding else None,

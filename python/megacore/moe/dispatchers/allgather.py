@@ -19,7 +19,7 @@ from megacore.moe.dispatchers.base import (
     Routing,
     require_equal_tokens,
 )
-from megacore.ops.permutation import permute, permute_probs, sort_by_expert, unpermute
+from megacore.ops.permutation import permute_with_probs, sort_by_expert, unpermute
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
 from megacore.parallel.row_exchange import RowSplits, gather_rows, reduce_scatter_rows
@@ -78,8 +78,8 @@ class AllGatherDispatcher(Dispatcher):
         assert splits.received is not None
         (num_rows,) = splits.received
         group = self.placement.group
-        rows = permute(gather_rows(x_TH, group), plan.row_map, num_rows)
-        probs = permute_probs(gather_rows(plan.probs, group), plan.row_map, num_rows)
+        gathered = gather_rows(x_TH, group), gather_rows(plan.probs, group)
+        rows, probs = permute_with_probs(*gathered, plan.row_map, num_rows)
         return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
     def start_combine(

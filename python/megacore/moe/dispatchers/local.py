@@ -14,7 +14,7 @@ from megacore.moe.dispatchers.base import (
     PendingDispatch,
     Routing,
 )
-from megacore.ops.permutation import permute, permute_probs, sort_by_expert
+from megacore.ops.permutation import permute_with_probs, sort_by_expert
 from megacore.parallel.row_exchange import RowSplits
 
 
@@ -55,8 +55,7 @@ class LocalDispatcher(Dispatcher):
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
         """Sort the tokens by expert. See `Dispatcher`."""
         num_rows = plan.row_map.numel()
-        rows = permute(x_TH, plan.row_map, num_rows)
-        probs = permute_probs(plan.probs, plan.row_map, num_rows)
+        rows, probs = permute_with_probs(x_TH, plan.probs, plan.row_map, num_rows)
         return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
 
     def start_combine(
