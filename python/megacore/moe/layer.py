@@ -18,7 +18,7 @@ from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.library import in_inference
 from megacore.ops.recompute import RecomputeCache, is_recomputed
-from megacore.parallel.params import use_params
+from megacore.parallel.params import has_hooks, use_params
 
 Mapping = Callable[[Tensor], Tensor]
 
@@ -62,8 +62,8 @@ class MoELayer(nn.Module):
         experts: The experts of this rank.
         shared: The shared expert, with the input and output shapes of the layer. ``None`` for none.
             It is computed during the exchanges: its first part during the dispatch, the second
-            during the combine; all of it during the dispatch if it is not `InTwoParts` or the layer
-            is recomputed.
+            during the combine; all of it during the dispatch if it is not `InTwoParts`, has hooks,
+            or the layer is recomputed.
         scatter_tokens: Maps the layer's input to the tokens that this rank routes, ``(S', B, H)``.
             Default: all tokens.
         gather_tokens: Maps the results of these tokens to the layer's output.
@@ -197,7 +197,8 @@ class MoELayer(nn.Module):
             return None
         # A recomputed layer computes all of it now: the gradient of the second part would run the
         # layer again during the exchange of the combine, for which peer memory has no third slot.
-        if isinstance(self.shared, InTwoParts) and not is_recomputed():
+        in_two = not is_recomputed() and not has_hooks(self.shared)
+        if in_two and isinstance(self.shared, InTwoParts):
             return self.shared.start(x_SBH)
         output: Tensor = self.shared(x_SBH)
         return lambda: output

@@ -226,4 +226,11 @@ def use_params(module: nn.Module) -> None:
         wait()
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs hooks, apart from those of :func:`before_use`."""
+    num_waits = len(module.__dict__.get(_WAITS, ()))
+    others = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(others) or len(module._forward_pre_hooks) > num_waits
+
+
 _WAITS = "_waits_before_use"

@@ -18,7 +18,7 @@ from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.ops.recompute import recompute
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.params import ShardPosition, shard
+from megacore.parallel.params import ShardPosition, before_use, shard
 from megacore.parallel.process_groups import Group
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 
@@ -120,6 +120,26 @@ def test_a_recomputed_layer_computes_its_shared_expert_in_one_part() -> None:
     calls.clear()
     recompute(layer, x).sum().backward()
     assert calls == ["whole", "whole"]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_hooks_of_a_shared_expert_run(gated: bool) -> None:
+    config = tiny_config()
+    moe = tiny_moe(shared_ffn_hidden_size=16, shared_gate=gated)
+    (layer, *_) = whole_model(config, moe=moe).moe_layers().values()
+    assert layer.shared is not None
+    waits: list[str] = []
+    before_use(layer.shared, lambda: waits.append("wait"))
+    x = torch.randn(3, 2, config.hidden_size)
+    plain = layer(x)
+    outputs: list[torch.Tensor] = []
+    handle = layer.shared.register_forward_hook(lambda _module, _args, y: outputs.append(y))
+    assert torch.equal(layer(x), plain)
+    handle.remove()
+    layer.shared.register_forward_pre_hook(lambda _module, args: outputs.append(args[0]))
+    layer(x)
+    assert [tuple(output.shape) for output in outputs] == [(3, 2, config.hidden_size)] * 2
+    assert waits
 
 
 class Noted(torch.autograd.Function):
