@@ -26,8 +26,8 @@ from torch import Tensor
 
 from _common import facts, header, options, row, take_turns, write_json
 from megacore.moe import plan_offload, plan_offload_on_device
-from megacore.moe.dispatchers.peers import CopyMap
-from megacore.moe.dispatchers.symmetric_peers import DevicePeers
+from megacore.moe.dispatchers.device_peers import DevicePeers
+from megacore.moe.dispatchers.peer_memory import CopyMap
 from megacore.ops import (
     has_cuda_kernels,
     permute,

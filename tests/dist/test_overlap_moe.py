@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacore.moe.dispatchers import HostPeers
-from megacore.moe.dispatchers.peers import PendingPull
+from megacore.moe.dispatchers.peer_memory import PendingPull
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.train.trainer import build_trainer

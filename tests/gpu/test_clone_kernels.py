@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.errors import PeerLostError
-from megacore.moe.dispatchers import symmetric_peers
+from megacore.moe.dispatchers import device_peers
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.echo.memory import DeviceCloneMemory
@@ -51,7 +51,7 @@ class Team:
         ranks = tuple(range(num_members))
         like = [torch.empty(LOCAL, *shapes[p], dtype=dtype, device="cuda") for p in (FC1, FC2)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmetric_peers, "symmetric_memory", one_gpu(num_members))
+            patch.setattr(device_peers, "symmetric_memory", one_gpu(num_members))
             self.memories = [
                 DeviceCloneMemory(Group("ep", ranks, p, handle), SLOTS, *like)  # type: ignore[arg-type]
                 for p in ranks

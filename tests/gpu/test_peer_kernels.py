@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megacore.errors import PeerLostError
 from megacore.moe.dispatchers import ExpertPlacement
-from megacore.moe.dispatchers.peers import CopyMap, PeerPlan, PendingPull
-from megacore.moe.dispatchers.symmetric_peers import DevicePeers
+from megacore.moe.dispatchers.device_peers import DevicePeers
+from megacore.moe.dispatchers.peer_memory import CopyMap, PeerPlan, PendingPull
 from megacore.ops import has_cuda_kernels, peer_exchange, permute, sort_by_expert, unpermute
 from megacore.ops.permutation import permute_probs
 from megacore.parallel.process_groups import Group

@@ -14,8 +14,8 @@ timeout for a member.
 Three operations plan an exchange. ``send_counts`` sorts the choices of this member's tokens, ``(T,
 k)`` int64, as far as their counts, sends these, and returns what is known of the order; ``plan``
 waits for the counts of all and returns the shift, ``(E,)``, and the other results of
-:class:`megacore.moe.dispatchers.peers.PeerPlan`; ``map_copies`` finishes the sort and returns the
-map, from ``members``, the members of each part of the experts ``(P, r)`` int64.
+:class:`megacore.moe.dispatchers.peer_memory.PeerPlan`; ``map_copies`` finishes the sort and returns
+the map, from ``members``, the members of each part of the experts ``(P, r)`` int64.
 """
 
 from __future__ import annotations

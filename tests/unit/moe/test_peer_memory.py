@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megacore._core import PEER_SLOTS
-from megacore.moe.dispatchers import symmetric_peers
-from megacore.moe.dispatchers.peers import CopyMap
-from megacore.moe.dispatchers.symmetric_peers import DevicePeers
+from megacore.moe.dispatchers import device_peers
+from megacore.moe.dispatchers.device_peers import DevicePeers
+from megacore.moe.dispatchers.peer_memory import CopyMap
 from megacore.parallel.process_groups import Group
 
 
@@ -29,7 +29,7 @@ class OnHost(DevicePeers):
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> OnHost:
     kernels = SimpleNamespace(PEER_STATE_NUMEL=4)
-    monkeypatch.setattr(symmetric_peers, "cuda_kernels", lambda: kernels)
+    monkeypatch.setattr(device_peers, "cuda_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return OnHost(Group("ep", (0,), 0, None), torch.device("cpu"), timeout_s=1.0)
 
@@ -77,7 +77,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: running[-1])
     for name in ("start_push", "finish_push", "reserve_pull", "start_pull", "finish_pull"):
-        monkeypatch.setattr(symmetric_peers.peer_exchange, name, note(name))
+        monkeypatch.setattr(device_peers.peer_exchange, name, note(name))
     return log
 
 

@@ -28,10 +28,11 @@ from megacore.moe.dispatchers.base import (
     Routing,
 )
 from megacore.moe.dispatchers.capacity import Capacity
+from megacore.moe.dispatchers.host_peers import HostPeers
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.make import make_dispatcher, make_peers
 from megacore.moe.dispatchers.peer import PeerDispatcher
-from megacore.moe.dispatchers.peers import HostPeers, Peers
+from megacore.moe.dispatchers.peer_memory import Peers
 
 __all__ = [
     "AllGatherDispatcher",

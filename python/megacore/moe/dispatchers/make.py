@@ -18,10 +18,11 @@ from megacore.moe.dispatchers.all_to_all import (
 from megacore.moe.dispatchers.allgather import AllGatherDispatcher
 from megacore.moe.dispatchers.base import Dispatcher, ExpertPlacement
 from megacore.moe.dispatchers.capacity import Capacity
+from megacore.moe.dispatchers.device_peers import SymmetricPeers, reason_against
+from megacore.moe.dispatchers.host_peers import HostPeers
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.peer import PeerDispatcher
-from megacore.moe.dispatchers.peers import HostPeers, Peers, no_peers
-from megacore.moe.dispatchers.symmetric_peers import SymmetricPeers, reason_against
+from megacore.moe.dispatchers.peer_memory import Peers, no_peers
 from megacore.parallel.process_groups import Group
 
 Transport = Literal["auto", "collective", "peer"]

@@ -24,7 +24,7 @@ from megacore.moe.dispatchers.base import (
     SentNext,
 )
 from megacore.moe.dispatchers.capacity import Capacity
-from megacore.moe.dispatchers.peers import CopyMap, Peers, PendingPull, PendingTransfer
+from megacore.moe.dispatchers.peer_memory import CopyMap, Peers, PendingPull, PendingTransfer
 from megacore.ops.library import describe
 from megacore.parallel.row_exchange import RowSplits
 from megacore.parallel.turns import yield_turn

@@ -237,7 +237,7 @@ class DeviceCloneMemory(CloneMemory):
             raise ValueError(
                 f"experts are {fc1.dtype}; clones on GPUs take float32, bfloat16 and float16"
             )
-        from megacore.moe.dispatchers.symmetric_peers import kernel_timeout_s, symmetric_memory
+        from megacore.moe.dispatchers.device_peers import kernel_timeout_s, symmetric_memory
 
         self._timeout_s = kernel_timeout_s(group, fc1.device)
         num_bytes = self.layout.bytes(group.size)

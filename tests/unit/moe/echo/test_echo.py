@@ -22,7 +22,7 @@ from megacore.config.load import config_to_toml, split_overrides
 from megacore.echo_study.recorded_counts import recorded_counts
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import plan_offload
-from megacore.moe.dispatchers import symmetric_peers
+from megacore.moe.dispatchers import device_peers
 from megacore.moe.echo import memory as clone_memory
 from megacore.moe.echo.clones import FC1
 from megacore.moe.echo.device_plan import plan_offload_on_device
@@ -323,7 +323,7 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(
-        symmetric_peers,
+        device_peers,
         "symmetric_memory",
         memory_of,
     )

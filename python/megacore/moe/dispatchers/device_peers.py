@@ -1,6 +1,6 @@
 """Peer memory of GPUs: torch's symmetric memory and the kernels that access it.
 
-Shapes: as in :mod:`megacore.moe.dispatchers.peers`.
+Shapes: as in :mod:`megacore.moe.dispatchers.peer_memory`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
 from megacore.errors import MegacoreError, PeerLostError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
-from megacore.moe.dispatchers.peers import (
+from megacore.moe.dispatchers.peer_memory import (
     CopyMap,
     PeerPlan,
     Peers,
