@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacore.moe.dispatchers import PeerDispatcher
-from megacore.moe.echo import message_clones
+from megacore.moe.echo import slots
 from megacore.moe.echo.device_plan import DevicePlan
 from tests.dist.test_echo import skewed_trainer
 from tests.support.distributed import run_ranks
@@ -62,7 +62,7 @@ def refuse(*_: Any) -> None:
 def train_all(_rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DevicePlan, "to_host", refuse)
-        patch.setattr(message_clones, "_post", refuse)
+        patch.setattr(slots, "_post", refuse)
         return [train(world_size, changes) for changes in cases]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megacore.moe.echo.clones import CloneExchange, set_of_turn
-from megacore.moe.echo.memory_clones import MemoryClones
-from megacore.moe.echo.message_clones import MessageClones, SlotBuffers
+from megacore.moe.echo.slots import SlotBuffers
+from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.parallel.turns import InterleavedPair, running_place
 from megacore.plan.echo_plan import plan_echo
 from megacore.train.trainer import Trainer

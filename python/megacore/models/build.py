@@ -13,7 +13,7 @@ from megacore.models.gpt import GPTChunk
 from megacore.models.loss import token_loss
 from megacore.models.own import OwnStage, StageContext, loss_of
 from megacore.models.stage import ContextOptions, Stage, make_context
-from megacore.moe.echo.message_clones import SlotBuffers
+from megacore.moe.echo.slots import SlotBuffers
 from megacore.parallel.process_groups import ProcessGroups
 
 

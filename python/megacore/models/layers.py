@@ -21,7 +21,7 @@ from megacore.models.init import ParamFactory
 from megacore.models.mappings import Region, copy_to_group, reduce_from_group
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
-from megacore.moe.echo.message_clones import SlotBuffers
+from megacore.moe.echo.slots import SlotBuffers
 from megacore.ops.dense import add_rms_norm, rms_norm, wide_dtype
 from megacore.ops.dropout import counter_dropout
 from megacore.ops.fp8 import fp8_linear

@@ -15,7 +15,7 @@ from megacore.models.mappings import Region
 from megacore.models.moe_block import MoEBlock, peers_of
 from megacore.models.shape import GPTShape
 from megacore.moe.dispatchers import Peers, StaticBudget
-from megacore.moe.echo.message_clones import SlotBuffers
+from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.layer import MoELayer
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups

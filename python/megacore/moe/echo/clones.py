@@ -6,8 +6,8 @@ float32 into a buffer of the slot and sent to the home rank, where a single writ
 gradient of the home expert, in the order of (rank, slot). Autograd reports the parameter's gradient
 only after that.
 
-The transports are :mod:`megacore.moe.echo.memory` and
-:mod:`megacore.moe.echo.message_clones`; this module contains the autograd functions.
+The transports are in :mod:`megacore.moe.echo.transports`; this module contains the autograd
+functions.
 
 Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
 """

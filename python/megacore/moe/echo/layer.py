@@ -30,9 +30,9 @@ from megacore.moe.dispatchers import (
 from megacore.moe.dispatchers.base import constant
 from megacore.moe.echo.clones import CloneExchange
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
-from megacore.moe.echo.memory_clones import MemoryClones
-from megacore.moe.echo.message_clones import CloneRoutes, MessageClones, SlotBuffers
 from megacore.moe.echo.reroute import SourceRow, reroute
+from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
+from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.moe.experts import GroupedExperts
 from megacore.ops.echo_counts import BYTES_SENT, count_held_, count_plan_
 from megacore.ops.permutation import sort_by_expert

@@ -28,7 +28,7 @@ from megacore.moe.echo.clones import FC1
 from megacore.moe.echo.device_plan import plan_offload_on_device
 from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.echo.memory import DeviceCloneMemory
-from megacore.moe.echo.message_clones import CloneRoutes, SlotBuffers
+from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.parallel.process_groups import Group
 from megacore.report.echo_load import echo_sentence, echo_series
 from megacore.train.meters import ExpertMetrics
@@ -289,7 +289,7 @@ def test_gradients_under_way_survive_a_layer_without_clones(
     message = Message()
     under_way = [message]
     monkeypatch.setattr(
-        "megacore.moe.echo.message_clones._post", lambda sent, *_: (under_way if sent else [], [])
+        "megacore.moe.echo.slots._post", lambda sent, *_: (under_way if sent else [], [])
     )
     slots, like = SlotBuffers(1), torch.zeros(1, 3, 2)
     idle = CloneRoutes(group=Group.solo(), num_used=0, incoming=(), outgoing=())

@@ -25,7 +25,7 @@ from megacore.moe.dispatchers.base import constant
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.echo.memory import CloneMemory
-from megacore.moe.echo.message_clones import SlotBuffers
+from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
 from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
@@ -222,7 +222,7 @@ def use_memory(monkeypatch: pytest.MonkeyPatch, kind: type[MetaCloneMemory]) -> 
         made.append(kind(*args))
         return (made[-1],)
 
-    monkeypatch.setattr("megacore.moe.echo.message_clones.make_clone_memory", make)
+    monkeypatch.setattr("megacore.moe.echo.slots.make_clone_memory", make)
     return made
 
 

@@ -1,24 +1,23 @@
-"""Clone exchange by point-to-point messages, one per clone and projection.
+"""Spare slots of a rank, and messages that fill them.
 
-Only slots in use are sent. Both ends know the plan, so requests are unnecessary and ranks without
-clones do not participate. Messages between two ranks match by order: all ranks of a group run their
-layers and backward passes in the same order. The host has to read the plan, which is a host sync;
-:mod:`megacore.moe.echo.memory` avoids it.
+Where ranks cannot access each other's memory, clones are sent by point-to-point messages, one per
+clone and projection. Only slots in use are sent. Both ends know the plan, so requests are
+unnecessary and ranks without clones do not participate. Messages between two ranks match by order:
+all ranks of a group run their layers and backward passes in the same order. The host has to read
+the plan, which is a host sync; :mod:`megacore.moe.echo.memory` avoids it.
 
 Shapes: L home experts, k slots, N output features, K input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacore.moe.echo.clones import CloneExchange, set_of_turn
 from megacore.moe.echo.memory import CloneMemory, make_clone_memory
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group
@@ -198,107 +197,6 @@ class SlotBuffers:
         shared = sum(memory.num_bytes for memory in self._memory or ())
         grads = sum(tensor.numel() * tensor.element_size() for tensor in self._grads.values())
         return shared + grads + sum(each.num_bytes for each in self.sets)
-
-
-class MessageClones(CloneExchange):
-    """Clones of one layer in one forward pass and its backward pass, sent as messages.
-
-    Args:
-        slots: The rank's spare slots.
-        routes: The clones of this rank.
-        owner: Identity of the forward pass; the same object when it is recomputed.
-        fc1: Weights of the home experts, ``(L, ..., K)``.
-        fc2: Weights of the home experts, ``(L, ..., K)``.
-        on_sent: Callback with the bytes of each send of this rank.
-    """
-
-    def __init__(
-        self,
-        slots: SlotBuffers,
-        routes: CloneRoutes,
-        *,
-        owner: object,
-        fc1: nn.Parameter,
-        fc2: nn.Parameter,
-        on_sent: Callable[[int], None],
-    ) -> None:
-        super().__init__(fc1=fc1, fc2=fc2)
-        self._slots = slots
-        self._filled = slots.sets[0]  # the set that has the clones, from `bring` on
-        self._owner, self._routes = owner, routes
-        self._on_sent = on_sent
-        self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
-
-    def bring(self, order: tuple[int, ...]) -> None:
-        """Start sending weights, unless the slots still hold them. See `CloneExchange`."""
-        self._filled = set_of_turn(self._slots.sets)
-        self._on_sent(self._filled.bring(self._owner, self._routes, self.home_weights(), order))
-
-    def multiply(
-        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """Wait for the clones in use, even without rows for them. See `CloneExchange`."""
-        self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
-
-    def multiply_back(
-        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """Compute the input gradient of the clones' rows. See `CloneExchange`."""
-        product = torch.ops.megacore.grouped_gemm_input_grad
-        self._multiply(product, projection, grad, m_splits, num_local, out)
-
-    def _multiply(
-        self,
-        product: Callable[..., Tensor],
-        projection: int,
-        rows: Tensor,
-        m_splits: Tensor,
-        num_local: int,
-        out: Tensor,
-    ) -> None:
-        if self._routes.num_used:
-            num_home, splits = self._clone_rows(m_splits, num_local)
-            clones = self._filled.weights(projection, self._routes.num_used)
-            more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
-            out[num_home:] = product(
-                rows[num_home:], clones, splits, *more, expected_rows=self.expected_rows
-            )
-
-    def start_weight_grads(
-        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
-    ) -> None:
-        """Compute the gradients of this rank's clones and send them. See `CloneExchange`."""
-        routes = self._routes
-        if routes.num_used:
-            num_home, splits = self._clone_rows(m_splits, like.shape[0])
-            grads = self._slots.grads(projection, like, routes.num_used)
-            torch.ops.megacore.grouped_gemm_weight_grad_(
-                grad[num_home:],
-                rows[num_home:],
-                splits,
-                grads,
-                False,
-                expected_rows=self.expected_rows,
-            )
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
-        arriving, num_bytes = self._slots.exchange_grads(projection, routes, staging)
-        self._coming_home[projection] = staging, arriving
-        self._on_sent(num_bytes)
-
-    def add_to_home(self, projection: int, total: Tensor) -> None:
-        """Wait for the remote gradients and add them. See `CloneExchange`."""
-        if projection not in self._coming_home:
-            return
-        staging, works = self._coming_home.pop(projection)
-        _wait(works)
-        for value, (_, expert) in zip(staging, self._routes.outgoing, strict=True):
-            total[expert].add_(value)
-
-    def _clone_rows(self, m_splits: Tensor, num_local: int) -> tuple[int, Tensor]:
-        """Compute the rows of all home experts, and the rows of each slot in use."""
-        clones = m_splits[num_local : num_local + self._routes.num_used]
-        return int(m_splits[:num_local].sum()), clones
 
 
 def _post(

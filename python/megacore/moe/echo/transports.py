@@ -1,0 +1,199 @@
+"""Clones of a layer by peer memory and by messages.
+
+Shapes: M rows of this rank's experts, L home experts, k slots, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.moe.echo.clones import FC1, CloneExchange, set_of_turn
+from megacore.moe.echo.device_plan import DevicePlan
+from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
+from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
+from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
+
+
+class MemoryClones(CloneExchange):
+    """Clones of one layer in one forward pass and its backward pass, in peer memory.
+
+    Args:
+        sets: The spare slots: one set per interleaved microbatch; gradients are in the first set.
+        plan: The clones, on the device.
+        fc1: Weights of the home experts, ``(L, ..., K)``.
+        fc2: Weights of the home experts, ``(L, ..., K)``.
+        on_sent: Callback for what this rank sends: slots of clones, the first expert and the end of
+            a range of experts, and the bytes of each slot that holds one of them.
+    """
+
+    def __init__(
+        self,
+        sets: tuple[CloneMemory, ...],
+        plan: DevicePlan,
+        *,
+        fc1: nn.Parameter,
+        fc2: nn.Parameter,
+        on_sent: Callable[[Tensor, int, int, int], None],
+    ) -> None:
+        super().__init__(fc1=fc1, fc2=fc2)
+        self._sets, self._plan = sets, plan
+        self._filled = sets[0]  # the set that has the clones, from `bring` on
+        self._on_sent = on_sent
+        self._first: Tensor | None = None
+
+    def bring(self, order: tuple[int, ...]) -> None:
+        """Fill the slots unconditionally, regardless of their last user. See `CloneExchange`."""
+        self._filled = set_of_turn(self._sets)
+        self._filled.open()
+        weights = self.home_weights()
+        for projection in order:
+            self._filled.push(projection, weights[projection], self._plan)
+        first = self._sets[0].group.position * weights[FC1].shape[0]
+        end = first + weights[FC1].shape[0]
+        num_bytes = sum(bytes_of_expert(each) for each in weights.values())
+        self._on_sent(self._plan.slot_expert, first, end, num_bytes)
+
+    def multiply(
+        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        clones = self._filled.weights(projection, self._plan)
+        first, splits = self._split(m_splits, num_local)
+        part_product_(rows, clones, splits, first, out, self.expected_rows)
+
+    def multiply_back(
+        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        clones = self._filled.weights(projection, self._plan)
+        first, splits = self._split(m_splits, num_local)
+        part_input_grad_(grad, clones, splits, first, out, self.expected_rows)
+
+    def start_weight_grads(
+        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
+    ) -> None:
+        """See `CloneExchange`."""
+        self._filled.join()
+        grads = self._sets[0].grads(projection)
+        num_local = like.shape[0]
+        first, splits = self._split(m_splits, num_local)
+        part_weight_grad_(grad, rows, splits, first, grads, self.expected_rows)
+        self._sets[0].offer_grads(projection, self._plan)
+        held = self._plan.slot_expert[self._sets[0].group.position]
+        self._on_sent(held, 0, self._plan.num_experts, bytes_of_expert(grads))
+
+    def _split(self, m_splits: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """Return the first row of clones, and the rows of each; the same for all products."""
+        if self._first is None:
+            self._first = m_splits[:num_local].sum()
+        return self._first, m_splits[num_local:]
+
+    def finish_weight_grads(self, projection: int, total: Tensor) -> None:
+        """Pull now, because peers cannot reuse their buffers before. See `CloneExchange`."""
+        self._sets[0].collect(projection, total, self._plan)
+
+
+class MessageClones(CloneExchange):
+    """Clones of one layer in one forward pass and its backward pass, sent as messages.
+
+    Args:
+        slots: The rank's spare slots.
+        routes: The clones of this rank.
+        owner: Identity of the forward pass; the same object when it is recomputed.
+        fc1: Weights of the home experts, ``(L, ..., K)``.
+        fc2: Weights of the home experts, ``(L, ..., K)``.
+        on_sent: Callback with the bytes of each send of this rank.
+    """
+
+    def __init__(
+        self,
+        slots: SlotBuffers,
+        routes: CloneRoutes,
+        *,
+        owner: object,
+        fc1: nn.Parameter,
+        fc2: nn.Parameter,
+        on_sent: Callable[[int], None],
+    ) -> None:
+        super().__init__(fc1=fc1, fc2=fc2)
+        self._slots = slots
+        self._filled = slots.sets[0]  # the set that has the clones, from `bring` on
+        self._owner, self._routes = owner, routes
+        self._on_sent = on_sent
+        self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
+
+    def bring(self, order: tuple[int, ...]) -> None:
+        """Start sending weights, unless the slots still hold them. See `CloneExchange`."""
+        self._filled = set_of_turn(self._slots.sets)
+        self._on_sent(self._filled.bring(self._owner, self._routes, self.home_weights(), order))
+
+    def multiply(
+        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """Wait for the clones in use, even without rows for them. See `CloneExchange`."""
+        self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
+
+    def multiply_back(
+        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+    ) -> None:
+        """Compute the input gradient of the clones' rows. See `CloneExchange`."""
+        product = torch.ops.megacore.grouped_gemm_input_grad
+        self._multiply(product, projection, grad, m_splits, num_local, out)
+
+    def _multiply(
+        self,
+        product: Callable[..., Tensor],
+        projection: int,
+        rows: Tensor,
+        m_splits: Tensor,
+        num_local: int,
+        out: Tensor,
+    ) -> None:
+        if self._routes.num_used:
+            num_home, splits = self._clone_rows(m_splits, num_local)
+            clones = self._filled.weights(projection, self._routes.num_used)
+            more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
+            out[num_home:] = product(
+                rows[num_home:], clones, splits, *more, expected_rows=self.expected_rows
+            )
+
+    def start_weight_grads(
+        self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
+    ) -> None:
+        """Compute the gradients of this rank's clones and send them. See `CloneExchange`."""
+        routes = self._routes
+        if routes.num_used:
+            num_home, splits = self._clone_rows(m_splits, like.shape[0])
+            grads = self._slots.grads(projection, like, routes.num_used)
+            torch.ops.megacore.grouped_gemm_weight_grad_(
+                grad[num_home:],
+                rows[num_home:],
+                splits,
+                grads,
+                False,
+                expected_rows=self.expected_rows,
+            )
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
+        arriving, num_bytes = self._slots.exchange_grads(projection, routes, staging)
+        self._coming_home[projection] = staging, arriving
+        self._on_sent(num_bytes)
+
+    def add_to_home(self, projection: int, total: Tensor) -> None:
+        """Wait for the remote gradients and add them. See `CloneExchange`."""
+        if projection not in self._coming_home:
+            return
+        staging, works = self._coming_home.pop(projection)
+        for work in works:
+            work.wait()
+        for value, (_, expert) in zip(staging, self._routes.outgoing, strict=True):
+            total[expert].add_(value)
+
+    def _clone_rows(self, m_splits: Tensor, num_local: int) -> tuple[int, Tensor]:
+        """Compute the rows of all home experts, and the rows of each slot in use."""
+        clones = m_splits[num_local : num_local + self._routes.num_used]
+        return int(m_splits[:num_local].sum()), clones
