@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.moe.echo.clones import CloneExchange, set_of_turn
+from megacore.moe.echo.clones import LayerClones, set_of_turn
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.parallel.turns import InterleavedPair, running_place
@@ -72,29 +72,29 @@ KEPT = [(2, "one stage"), (2, "one stage, messages"), (4, "1f1b"), (4, "two copi
 
 
 class Log:
-    """In which turn clones are brought and used, in order."""
+    """In which turn weights are sent and used, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[str, int]] = []
         for kind in (MessageClones, MemoryClones):
-            for name in ("bring", "multiply", "multiply_back"):
+            for name in ("send_weights", "multiply", "multiply_back"):
                 self._watch(monkeypatch, kind, name)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
         run = getattr(kind, name)
 
-        def logged(exchange: CloneExchange, *args: Any) -> None:
+        def logged(clones: LayerClones, *args: Any) -> None:
             self.entries.append((name, running_place()))
-            run(exchange, *args)
+            run(clones, *args)
 
         monkeypatch.setattr(kind, name, logged)
 
     def num_beside(self) -> int:
-        """How often clones were brought while those of another microbatch were there or coming."""
+        """How often weights were sent while those of another microbatch were there or coming."""
         unused = {0: 0, 1: 0}  # products that the clones of each turn are still needed for
         found = 0
         for name, place in self.entries:
-            if name == "bring":
+            if name == "send_weights":
                 found += unused[1 - place] > 0
                 unused[place] = 2
             else:

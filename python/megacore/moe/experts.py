@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from megacore.moe.dispatchers import ExpertRows
-from megacore.moe.echo.clones import FC1, FC2, CloneExchange
+from megacore.moe.echo.clones import FC1, FC2, LayerClones
 from megacore.ops.activations import clamped_swiglu, gelu, swiglu
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm import grouped_gemm, main_grad_of
@@ -62,7 +62,7 @@ class GroupedExperts(nn.Module):
         self.biases = biases
         self.product = fp8_grouped_gemm if fp8 else grouped_gemm
 
-    def forward(self, arrived: ExpertRows, clones: CloneExchange | None = None) -> Tensor:
+    def forward(self, arrived: ExpertRows, clones: LayerClones | None = None) -> Tensor:
         """Compute the expert outputs.
 
         Args:

@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
         if self.echo is not None and isinstance(plan, EchoPlan):
             clones = self.echo.clones(self.experts, plan)
             use_params(self.experts)
-            clones.start()
+            clones.send_weights()
         read_splits = self.dispatcher.read_splits
         splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
@@ -184,7 +184,7 @@ class MoELayer(nn.Module):
         shared_SBH = None if finish_shared is None else finish_shared()
         routed_SBH = self.dispatcher.postprocess(combining.finish(), plan).view_as(tokens_SBH)
         if clones is not None:
-            routed_SBH = clones.watch(routed_SBH)
+            routed_SBH = clones.send_again_in_backward(routed_SBH)
         output_SBH = routed_SBH if self._gather_tokens is None else self._gather_tokens(routed_SBH)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH
 

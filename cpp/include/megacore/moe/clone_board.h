@@ -56,8 +56,8 @@ struct CloneLayout {
   }
 
   // 32-bit words of flags. Kernels use them, see cuda/kernels/clone_exchange.cu:
-  //   counters of this rank    brings, gradients of each projection
-  //   released                 up to which bring the slots may be written
+  //   counters of this rank    openings of the slots, gradients of each projection
+  //   released                 up to which opening the slots may be written
   //   ready, offered, taken    per projection and slot: weights have come, gradients may be read,
   //                            gradients have been read
   //   arrivals                 per pass (weights, gradients), projection and slot of any rank:

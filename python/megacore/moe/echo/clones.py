@@ -49,12 +49,13 @@ def set_of_turn(sets: Sequence[_Set]) -> _Set:
     return sets[place]
 
 
-class CloneExchange(ABC):
+class LayerClones(ABC):
     """Clones of one layer in one forward pass and its backward pass.
 
-    Construct it and call :meth:`start` before tokens are dispatched: the backward pass then
+    Construct it and call :meth:`send_weights` before tokens are dispatched: the backward pass then
     overlaps the gradient transfers of clones with everything after that point of the forward pass.
-    Then call :meth:`product` for each projection, and :meth:`watch` on the layer's result.
+    Then call :meth:`product` for each projection, and :meth:`send_again_in_backward` on the layer's
+    result.
 
     Args:
         fc1: Weights of the home experts, ``(L, ..., K)``.
@@ -70,10 +71,6 @@ class CloneExchange(ABC):
         self.expected_rows = 0
         for projection, param in self._params.items():
             self._weights[projection] = _Collect.apply(param, self, projection)  # type: ignore[no-untyped-call]
-
-    def start(self) -> None:
-        """Start sending weights; the parameters must be up to date."""
-        self.bring((FC1, FC2))
 
     def product(
         self,
@@ -99,10 +96,10 @@ class CloneExchange(ABC):
         )
         return result
 
-    def watch(self, result: Tensor) -> Tensor:
-        """Return ``result``; its backward pass starts sending the clones' weights again."""
-        watched: Tensor = _Watch.apply(result, self)  # type: ignore[no-untyped-call]
-        return watched
+    def send_again_in_backward(self, result: Tensor) -> Tensor:
+        """Return ``result``; its backward pass starts with :meth:`send_weights`."""
+        returned: Tensor = _SendAgain.apply(result, self)  # type: ignore[no-untyped-call]
+        return returned
 
     def home_weights(self) -> dict[int, Tensor]:
         """Collect the weights of the home experts, ``(L, N, K)``, by projection."""
@@ -129,8 +126,8 @@ class CloneExchange(ABC):
         return wide.to(weight.dtype)
 
     @abstractmethod
-    def bring(self, order: tuple[int, ...]) -> None:
-        """Start sending weights, projections in this order."""
+    def send_weights(self, order: tuple[int, ...] = (FC1, FC2)) -> None:
+        """Start sending weights, projections in this order; the parameters must be up to date."""
 
     @abstractmethod
     def multiply(
@@ -182,22 +179,22 @@ class _Collect(torch.autograd.Function):
     """Identity on a parameter whose backward pass adds the gradients of the clones."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, exchange: CloneExchange, projection: int) -> Tensor:
+    def forward(ctx: Any, param: Tensor, clones: LayerClones, projection: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.exchange, ctx.projection, ctx.param = exchange, projection, param
+        ctx.clones, ctx.projection, ctx.param = clones, projection, param
         return param.flatten(1, -2).view_as(param.flatten(1, -2))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        exchange, projection, param = ctx.exchange, ctx.projection, ctx.param
+        clones, projection, param = ctx.clones, ctx.projection, ctx.param
         if grad is None:
             return None, None, None
         main_grad = main_grad_of(param)
         if main_grad is not None:
-            exchange.add_to_home(projection, main_grad.flatten(1, -2))
+            clones.add_to_home(projection, main_grad.flatten(1, -2))
             return None, None, None
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-        exchange.add_to_home(projection, total)
+        clones.add_to_home(projection, total)
         return total.to(param.dtype).view_as(param), None, None
 
 
@@ -210,49 +207,49 @@ class _Product(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         m_splits: Tensor,
-        exchange: CloneExchange,
+        clones: LayerClones,
         projection: int,
         clear_padding: bool,
         places: tuple[Place, Place],
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, m_splits)
-        ctx.exchange, ctx.projection = exchange, projection
+        ctx.clones, ctx.projection = clones, projection
         ctx.clear_padding = clear_padding
         out, ctx.grad_out = places
         num_local = weight.shape[0]
-        hints = clear_padding, exchange.expected_rows
+        hints = clear_padding, clones.expected_rows
         result = product_into(out, rows, weight, m_splits[:num_local], *hints)
-        exchange.multiply(projection, rows, m_splits, num_local, result)
+        clones.multiply(projection, rows, m_splits, num_local, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, m_splits = ctx.saved_tensors
-        exchange, projection = ctx.exchange, ctx.projection
+        clones, projection = ctx.clones, ctx.projection
         grad = grad.contiguous()
         num_local = weight.shape[0]
         home_splits = m_splits[:num_local]
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            hints = ctx.clear_padding, exchange.expected_rows
+            hints = ctx.clear_padding, clones.expected_rows
             grad_rows = input_grad_into(ctx.grad_out, grad, weight, home_splits, *hints)
-            exchange.multiply_back(projection, grad, m_splits, num_local, grad_rows)
+            clones.multiply_back(projection, grad, m_splits, num_local, grad_rows)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.
-            exchange.start_weight_grads(projection, grad, rows, m_splits, weight)
-            grad_weight = exchange.home_weight_grad(projection, grad, rows, home_splits, weight)
+            clones.start_weight_grads(projection, grad, rows, m_splits, weight)
+            grad_weight = clones.home_weight_grad(projection, grad, rows, home_splits, weight)
         return grad_rows, grad_weight, *(None,) * 5
 
 
-class _Watch(torch.autograd.Function):
+class _SendAgain(torch.autograd.Function):
     """Identity that starts sending the clones' weights at the beginning of the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, exchange: CloneExchange) -> Tensor:
-        ctx.exchange = exchange
+    def forward(ctx: Any, result: Tensor, clones: LayerClones) -> Tensor:
+        ctx.clones = clones
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.bring((FC2, FC1))  # the last projection is needed first
+        ctx.clones.send_weights((FC2, FC1))  # the last projection is needed first
         return grad, None

@@ -28,7 +28,7 @@ from megacore.moe.dispatchers import (
     StaticBudget,
 )
 from megacore.moe.dispatchers.base import constant
-from megacore.moe.echo.clones import CloneExchange
+from megacore.moe.echo.clones import LayerClones
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
@@ -223,7 +223,7 @@ class Echo:
             values["num_over_budget"] = no_room if earlier is None else earlier + no_room
         return EchoPlan(**values, offload=offload)
 
-    def clones(self, experts: GroupedExperts, plan: EchoPlan) -> CloneExchange:
+    def clones(self, experts: GroupedExperts, plan: EchoPlan) -> LayerClones:
         """Create the exchange of clone weights and gradients for a forward pass with ``plan``.
 
         Sync:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megacore._core import (
     CLONE_WINDOW_PARTS,
+    CloneExchange,
     CloneLayout,
     CloneTable,
     HostWindow,
     peer_failure,
 )
-from megacore._core import CloneExchange as NativeExchange
 from megacore.errors import PeerLostError
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
@@ -155,7 +155,7 @@ class HostCloneMemory(CloneMemory):
         has_grads: bool = True,
     ) -> None:
         super().__init__(group, num_slots, fc1, fc2, has_grads=has_grads)
-        self._native = NativeExchange(window, self.layout)
+        self._native = CloneExchange(window, self.layout)
         memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
         memory.window = window  # type: ignore[attr-defined]
         self._slots = self._slots_in(torch.frombuffer(memory, dtype=torch.uint8))

@@ -72,7 +72,7 @@ class WeightSlots:
         self._arriving: dict[int, list[dist.Work]] = {}
         self._leaving: list[dist.Work] = []
 
-    def bring(
+    def fill(
         self, owner: object, routes: CloneRoutes, weights: dict[int, Tensor], order: tuple[int, ...]
     ) -> int:
         """Start filling the slots with the clones of ``owner``, unless they are already present.

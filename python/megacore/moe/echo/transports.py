@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.moe.echo.clones import FC1, CloneExchange, set_of_turn
+from megacore.moe.echo.clones import FC1, FC2, LayerClones, set_of_turn
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
 
 
-class MemoryClones(CloneExchange):
+class MemoryClones(LayerClones):
     """Clones of one layer in one forward pass and its backward pass, in peer memory.
 
     Args:
@@ -41,12 +41,12 @@ class MemoryClones(CloneExchange):
     ) -> None:
         super().__init__(fc1=fc1, fc2=fc2)
         self._sets, self._plan = sets, plan
-        self._filled = sets[0]  # the set that has the clones, from `bring` on
+        self._filled = sets[0]  # the set that has the clones, from `send_weights` on
         self._on_sent = on_sent
         self._first: Tensor | None = None
 
-    def bring(self, order: tuple[int, ...]) -> None:
-        """Fill the slots unconditionally, regardless of their last user. See `CloneExchange`."""
+    def send_weights(self, order: tuple[int, ...] = (FC1, FC2)) -> None:
+        """Fill the slots unconditionally, regardless of their last user. See `LayerClones`."""
         self._filled = set_of_turn(self._sets)
         self._filled.open()
         weights = self.home_weights()
@@ -60,7 +60,7 @@ class MemoryClones(CloneExchange):
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """See `CloneExchange`."""
+        """See `LayerClones`."""
         clones = self._filled.weights(projection, self._plan)
         first, splits = self._split(m_splits, num_local)
         part_product_(rows, clones, splits, first, out, self.expected_rows)
@@ -68,7 +68,7 @@ class MemoryClones(CloneExchange):
     def multiply_back(
         self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """See `CloneExchange`."""
+        """See `LayerClones`."""
         clones = self._filled.weights(projection, self._plan)
         first, splits = self._split(m_splits, num_local)
         part_input_grad_(grad, clones, splits, first, out, self.expected_rows)
@@ -76,7 +76,7 @@ class MemoryClones(CloneExchange):
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
     ) -> None:
-        """See `CloneExchange`."""
+        """See `LayerClones`."""
         self._filled.join()
         grads = self._sets[0].grads(projection)
         num_local = like.shape[0]
@@ -93,11 +93,11 @@ class MemoryClones(CloneExchange):
         return self._first, m_splits[num_local:]
 
     def finish_weight_grads(self, projection: int, total: Tensor) -> None:
-        """Pull now, because peers cannot reuse their buffers before. See `CloneExchange`."""
+        """Pull now, because peers cannot reuse their buffers before. See `LayerClones`."""
         self._sets[0].collect(projection, total, self._plan)
 
 
-class MessageClones(CloneExchange):
+class MessageClones(LayerClones):
     """Clones of one layer in one forward pass and its backward pass, sent as messages.
 
     Args:
@@ -121,26 +121,26 @@ class MessageClones(CloneExchange):
     ) -> None:
         super().__init__(fc1=fc1, fc2=fc2)
         self._slots = slots
-        self._filled = slots.sets[0]  # the set that has the clones, from `bring` on
+        self._filled = slots.sets[0]  # the set that has the clones, from `send_weights` on
         self._owner, self._routes = owner, routes
         self._on_sent = on_sent
         self._coming_home: dict[int, tuple[Tensor, list[dist.Work]]] = {}
 
-    def bring(self, order: tuple[int, ...]) -> None:
-        """Start sending weights, unless the slots still hold them. See `CloneExchange`."""
+    def send_weights(self, order: tuple[int, ...] = (FC1, FC2)) -> None:
+        """Start sending weights, unless the slots still hold them. See `LayerClones`."""
         self._filled = set_of_turn(self._slots.sets)
-        self._on_sent(self._filled.bring(self._owner, self._routes, self.home_weights(), order))
+        self._on_sent(self._filled.fill(self._owner, self._routes, self.home_weights(), order))
 
     def multiply(
         self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """Wait for the clones in use, even without rows for them. See `CloneExchange`."""
+        """Wait for the clones in use, even without rows for them. See `LayerClones`."""
         self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
 
     def multiply_back(
         self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
     ) -> None:
-        """Compute the input gradient of the clones' rows. See `CloneExchange`."""
+        """Compute the input gradient of the clones' rows. See `LayerClones`."""
         product = torch.ops.megacore.grouped_gemm_input_grad
         self._multiply(product, projection, grad, m_splits, num_local, out)
 
@@ -164,7 +164,7 @@ class MessageClones(CloneExchange):
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
     ) -> None:
-        """Compute the gradients of this rank's clones and send them. See `CloneExchange`."""
+        """Compute the gradients of this rank's clones and send them. See `LayerClones`."""
         routes = self._routes
         if routes.num_used:
             num_home, splits = self._clone_rows(m_splits, like.shape[0])
@@ -184,7 +184,7 @@ class MessageClones(CloneExchange):
         self._on_sent(num_bytes)
 
     def add_to_home(self, projection: int, total: Tensor) -> None:
-        """Wait for the remote gradients and add them. See `CloneExchange`."""
+        """Wait for the remote gradients and add them. See `LayerClones`."""
         if projection not in self._coming_home:
             return
         staging, works = self._coming_home.pop(projection)
