@@ -13,7 +13,7 @@ from megacore.moe.echo.clones import LayerClones, set_of_turn
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.parallel.turns import InterleavedPair, running_place
-from megacore.plan.echo_plan import plan_echo
+from megacore.plan.echo_estimate import estimate_echo
 from megacore.train.trainer import Trainer
 from tests.dist.test_echo import ECHO, skewed_trainer
 from tests.support.campaigns import representatives
@@ -202,7 +202,7 @@ def memory_of_slots(_rank: int) -> list[tuple[int, int]]:
         trainer.train_step(0)
         layer = next(iter(trainer.chunks[0].moe_layers().values()))
         assert layer.echo is not None
-        planned = plan_echo(trainer.config, trainer.groups.topology)
+        planned = estimate_echo(trainer.config, trainer.groups.topology)
         held = layer.echo.slots.num_bytes()
         found.append((held, planned.slot_weight_bytes + planned.slot_grad_bytes))
     return found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megacore.parallel import Topology
-    from megacore.plan.echo_plan import EchoPlanned
+    from megacore.plan.echo_estimate import EchoEstimate
     from megacore.plan.run_plan import RankPlan, RunPlan
 
 _PREDICTION_OPTIONS = (
@@ -113,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = plan_run(config, world_size)
     if args.echo:
-        from megacore.plan.echo_plan import plan_echo
+        from megacore.plan.echo_estimate import estimate_echo
 
-        echo = plan_echo(config, plan.topology)
+        echo = estimate_echo(config, plan.topology)
         print(json.dumps(dataclasses.asdict(echo), indent=2) if args.json else echo.text)
         return 0
     if args.json:
@@ -229,13 +229,13 @@ def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Tabl
     return facts
 
 
-def _echo_of(plan: RunPlan, config: ResolvedConfig) -> EchoPlanned | None:
+def _echo_of(plan: RunPlan, config: ResolvedConfig) -> EchoEstimate | None:
     """Return the memory plan of expert clones, or ``None`` without clones."""
     if not config.has_clones:
         return None
-    from megacore.plan.echo_plan import plan_echo
+    from megacore.plan.echo_estimate import estimate_echo
 
-    return plan_echo(config, plan.topology)
+    return estimate_echo(config, plan.topology)
 
 
 def _experts_text(plan: RunPlan, config: ResolvedConfig) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.dispatchers import Dispatcher, DispatchPlan
-from megacore.moe.echo.layer import Echo, EchoPlan
+from megacore.moe.echo.layer import Echo, EchoDispatchPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.library import in_inference
@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
             Waits for the device where the dispatcher has to read sizes.
         """
         clones = None
-        if self.echo is not None and isinstance(plan, EchoPlan):
+        if self.echo is not None and isinstance(plan, EchoDispatchPlan):
             clones = self.echo.clones(self.experts, plan)
             use_params(self.experts)
             clones.send_weights()

@@ -145,7 +145,7 @@ class Rerouted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EchoPlan(DispatchPlan):
+class EchoDispatchPlan(DispatchPlan):
     """Dispatch plan with the clones that receive tokens.
 
     Attributes:
@@ -197,7 +197,7 @@ class Echo:
         self._budget = budget
         self._reaches_memory = reaches_memory
 
-    def plan(self, routing: Routing, dispatcher: Dispatcher) -> EchoPlan:
+    def plan(self, routing: Routing, dispatcher: Dispatcher) -> EchoDispatchPlan:
         """Choose clones, reroute copies to them, and plan the dispatch.
 
         Sync:
@@ -221,9 +221,9 @@ class Echo:
             no_room = (wanted >= 0).sum() - (kept.expert_ids >= 0).sum()
             earlier = plan.num_over_budget
             values["num_over_budget"] = no_room if earlier is None else earlier + no_room
-        return EchoPlan(**values, offload=offload)
+        return EchoDispatchPlan(**values, offload=offload)
 
-    def clones(self, experts: GroupedExperts, plan: EchoPlan) -> LayerClones:
+    def clones(self, experts: GroupedExperts, plan: EchoDispatchPlan) -> LayerClones:
         """Create the exchange of clone weights and gradients for a forward pass with ``plan``.
 
         Sync:

@@ -11,7 +11,7 @@ from megacore.plan.spec_from_config import model_spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class EchoPlanned:
+class EchoEstimate:
     """Memory, traffic and load bound of each rank.
 
     Attributes:
@@ -42,8 +42,8 @@ class EchoPlanned:
     text: str
 
 
-def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
-    """Plan the clones of a resolved configuration.
+def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
+    """Estimate what the clones of a resolved configuration need.
 
     Raises:
         ValueError: If the configuration has no spare slots, or no expert parallelism.
@@ -59,7 +59,7 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
     factor = echo.guaranteed_factor(local)
-    planned = EchoPlanned(
+    planned = EchoEstimate(
         num_spare_slots=echo.num_spare_slots,
         num_slot_sets=config.num_slot_sets,
         slot_weight_bytes=config.num_slot_sets * echo.num_spare_slots * numel * width,
@@ -71,10 +71,10 @@ def plan_echo(config: ResolvedConfig, topology: Topology) -> EchoPlanned:
         is_theorem=factor is not None and echo.num_spare_slots >= local,
         text="",
     )
-    return EchoPlanned(**{**vars(planned), "text": _text(planned, config, local)})
+    return EchoEstimate(**{**vars(planned), "text": _text(planned, config, local)})
 
 
-def _text(planned: EchoPlanned, config: ResolvedConfig, local: int) -> str:
+def _text(planned: EchoEstimate, config: ResolvedConfig, local: int) -> str:
     echo, mib = config.moe.echo, 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
     slots = "slot" if echo.num_spare_slots == 1 else "slots"
