@@ -48,11 +48,13 @@ def _nearest_layouts(problems: ConfigErrors, product: int) -> str:
     """
     world, parallel = problems.world_size, problems.config.parallel
     fixes = [f"start {counts} processes"] if (counts := _nearest_worlds(problems, product)) else []
+    batch, cp = problems.config.train.global_batch_size, parallel.cp
     shapes = [
         (tp, pp)
-        for tp in divisors(world // math.gcd(world, parallel.cp))
+        for tp in divisors(world // math.gcd(world, cp))
         for pp in divisors(world // tp)
-        if world % (tp * pp * parallel.cp) == 0
+        # All rules run for each shape; thousands of a large world do not fit the batch.
+        if world % (tp * pp * cp) == 0 and batch % (world // (tp * pp * cp)) == 0
     ]
 
     def distance(shape: tuple[int, int]) -> tuple[int, float]:
