@@ -31,7 +31,8 @@ from _common import finish, header, on_gloo_ranks, options
 from megacore.config import Config, resolve
 from megacore.plan.device import load_device
 from megacore.plan.forecast import Forecast, forecast
-from megacore.plan.spec_from_config import model_spec, run_spec, state_bytes
+from megacore.plan.spec_from_config import model_spec, run_spec
+from megacore.plan.state import state_bytes
 from megacore.train.trainer import build_trainer
 
 MODEL = {

@@ -264,7 +264,7 @@ def _graphs_text(plan: RunPlan, config: ResolvedConfig) -> str:
 
 def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the bytes per parameter by formula, and the sizes of buckets."""
-    from megacore.plan.run_plan import memory_row_of
+    from megacore.plan.state import memory_row_of
 
     row, optimizer = memory_row_of(config), config.optimizer
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
@@ -286,9 +286,9 @@ def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:
     """Return the number of optimizer shards per parameter, by kind if kinds differ."""
     if not config.optimizer.distributed:
         return {"dense": 1}
-    topology, copies = plan.topology, config.pipeline.copies
-    dense = topology.dp * topology.cp * copies // config.optimizer.num_sharded
-    experts = topology.expert_dp * copies // config.optimizer.num_sharded
+    from megacore.plan.state import ranks_per_buffer
+
+    dense, experts = ranks_per_buffer(config, plan.topology.world_size)
     if config.moe.num_experts == 0 or dense == experts:
         return {"dense": dense}
     return {"dense": dense, "experts": experts}

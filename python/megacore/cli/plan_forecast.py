@@ -132,7 +132,8 @@ def resolve_for_plan(config: Config, gpus: int) -> ResolvedConfig:
 
 def _forecast(base: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
     from megacore.plan.forecast import forecast
-    from megacore.plan.spec_from_config import model_spec, run_spec, state_bytes
+    from megacore.plan.spec_from_config import model_spec, run_spec
+    from megacore.plan.state import state_bytes
 
     config = resolve_for_plan(base, gpus)
     try:

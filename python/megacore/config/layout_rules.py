@@ -233,14 +233,13 @@ def _check_batch(problems: ConfigErrors, config: ResolvedConfig) -> None:
 
 def _check_instances(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check that the instances divide the number of ranks that hold the same parameters."""
-    parallel, copies = config.parallel, config.pipeline.copies
-    dp, cp = config.dp(problems.world_size), parallel.cp
-    edp = problems.world_size // (parallel.etp * parallel.ep * parallel.pp)
+    cp, copies = config.parallel.cp, config.pipeline.copies
+    dense, experts = config.holders(problems.world_size)
     of_copies = f" x {copies} copies of the model" if copies > 1 else ""
     of_cp = f" x cp {cp}" if cp > 1 else ""
-    holders = {f"dp {dp}{of_cp}{of_copies}": dp * cp * copies}
+    holders = {f"dp {config.dp(problems.world_size)}{of_cp}{of_copies}": dense}
     if config.moe.num_experts > 0:
-        holders[f"edp {edp}{of_copies}"] = edp * copies
+        holders[f"edp {experts // copies}{of_copies}"] = experts
     # One number of instances must divide all of these counts.
     legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_sharded
     for text, number in holders.items():

@@ -79,3 +79,9 @@ class ResolvedConfig(Config):
     checkpoint: ResolvedCheckpointConfig
     run: ResolvedRunConfig
     debug: ResolvedDebugConfig
+
+    def holders(self, world_size: int) -> tuple[int, int]:
+        """Return how many ranks hold the same dense parameters, and the same experts."""
+        parallel, copies = self.parallel, self.pipeline.copies
+        experts = world_size // (parallel.etp * parallel.ep * parallel.pp)
+        return self.dp(world_size) * parallel.cp * copies, experts * copies

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
-from megacore.optim.lr import learning_rate
-from megacore.optim.memory import MemoryRow, memory_row, memory_table
-from megacore.optim.param_group import ParamGroup
-from megacore.optim.shard import ParamPiece
+from typing import TYPE_CHECKING
+
+from megacore.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
+    from megacore.optim.lr import learning_rate
+    from megacore.optim.memory import MemoryRow, memory_row, memory_table
+    from megacore.optim.param_group import ParamGroup
+    from megacore.optim.shard import ParamPiece
 
 __all__ = [
     "DistributedOptimizer",
@@ -18,3 +23,17 @@ __all__ = [
     "memory_row",
     "memory_table",
 ]
+
+# Module of each name: predictions count bytes of the state without torch.
+_HOMES = {
+    "DistributedOptimizer": "distributed_optimizer",
+    "MemoryRow": "memory",
+    "ParamGroup": "param_group",
+    "ParamPiece": "shard",
+    "StepResult": "distributed_optimizer",
+    "learning_rate": "lr",
+    "memory_row": "memory",
+    "memory_table": "memory",
+}
+
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -12,7 +12,8 @@ from megacore.plan.cost import LayerCosts
 from megacore.plan.device import Device, load_device
 from megacore.plan.footprint import footprints
 from megacore.plan.forecast import forecast
-from megacore.plan.spec_from_config import model_spec, run_spec, state_bytes
+from megacore.plan.spec_from_config import model_spec, run_spec
+from megacore.plan.state import state_bytes
 from megacore.plan.step_time import stage_layers
 
 _ANY_DEVICE = "h100"

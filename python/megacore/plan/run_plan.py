@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megacore.buffers import BufferPlan, buffer_kind, plan_buckets
+from megacore.buffers import BufferPlan
 from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.build import build_stages
-from megacore.optim import MemoryRow, memory_row
+from megacore.models.size import LocalParam
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.pipeline import ActionKind, Program
@@ -21,6 +21,7 @@ from megacore.plan.device import load_device
 from megacore.plan.graph_memory import GraphBytes, predict_graphs
 from megacore.plan.layout import make_topology, train_recompute, train_schedule
 from megacore.plan.routing import check_routing
+from megacore.plan.state import plan_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
             num_params += sum(math.prod(info.full_shape) for info in own)
             experts = sum(math.prod(info.full_shape) for info in own if info.expert)
             num_idle += experts - experts * config.moe.top_k // max(1, config.moe.num_experts)
-        sizes = _buffer_sizes(config, infos, topology)
+        params = _local_params(config, infos)
+        state = plan_state(config, world_size, params)
         ranks.append(
             RankPlan(
                 pp_rank=pp_rank,
@@ -115,11 +117,13 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
                 mtp_layers=tuple(
                     config.model.mtp_layers if stage == further else range(0) for stage in mine
                 ),
-                num_params=sum(_local_numels(config, infos)),
-                param_bytes=sizes.param_bytes,
-                grad_bytes=sizes.grad_bytes,
-                optimizer_bytes=sizes.optimizer_bytes,
-                bucket_numels=sizes.bucket_numels,
+                num_params=sum(param.numel for param in params),
+                param_bytes=state.param_bytes,
+                grad_bytes=state.grad_bytes,
+                optimizer_bytes=state.optimizer_bytes,
+                bucket_numels=tuple(
+                    bucket.numel for _, plan in state.buffers for bucket in plan.buckets
+                ),
                 peak_in_flight=timeline.peak_in_flight[pp_rank],
                 peak_kept=_peak_kept(program),
                 graphs=(None if config.graphs.mode == "off" else predict_graphs(config, program)),
@@ -169,11 +173,12 @@ def buffer_layouts(
         ConfigError: If no buffer has that many shards.
         ValueError: If the layout or the layers are invalid.
     """
-    topology = make_topology(config, world_size)
     texts, most = [], 0
     for pp_rank, mine in enumerate(stages_of_ranks(config)):
         infos = _param_infos(config, mine)
-        for members, plan in _buffer_plans(config, infos, topology):
+        state = plan_state(config, world_size, _local_params(config, infos))
+        for positions, plan in state.buffers:
+            members = [infos[position] for position in positions]
             kind = "expert" if members[0].expert else "dense"
             partial = ", partial over tp" if members[0].sequence_parallel else ""
             head = (
@@ -239,65 +244,16 @@ def _param_infos(config: ResolvedConfig, mine: list[int]) -> list[ParamInfo]:
     return [info for chunk in chunks for info, _ in chunk.param_infos()]
 
 
-def _local_numels(config: ResolvedConfig, infos: list[ParamInfo]) -> list[int]:
+def _local_params(config: ResolvedConfig, infos: list[ParamInfo]) -> list[LocalParam]:
     parallel = config.parallel
     return [
-        math.prod(
-            info.local_shape(parallel.etp if info.expert else parallel.tp, ep_size=parallel.ep)
+        LocalParam(
+            math.prod(
+                info.local_shape(parallel.etp if info.expert else parallel.tp, ep_size=parallel.ep)
+            ),
+            expert=info.expert,
+            partial=info.sequence_parallel,
+            shared=info.shared is not None,
         )
         for info in infos
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BufferSizes:
-    param_bytes: int
-    grad_bytes: int
-    optimizer_bytes: int
-    bucket_numels: tuple[int, ...]
-
-
-def _buffer_sizes(
-    config: ResolvedConfig, infos: list[ParamInfo], topology: Topology
-) -> _BufferSizes:
-    plans = [plan for _, plan in _buffer_plans(config, infos, topology)]
-    numel = sum(plan.numel for plan in plans)
-    owned = sum(plan.shard_numel for plan in plans) if config.optimizer.distributed else numel
-    row = memory_row_of(config)
-    return _BufferSizes(
-        param_bytes=numel * row.param_bytes,
-        grad_bytes=numel * row.grad_bytes,
-        optimizer_bytes=owned * row.sharded,
-        bucket_numels=tuple(bucket.numel for plan in plans for bucket in plan.buckets),
-    )
-
-
-def memory_row_of(config: ResolvedConfig) -> MemoryRow:
-    """Compute the bytes per parameter in a run of this configuration."""
-    optimizer = config.optimizer
-    grads = config.train.dtype if optimizer.grads_like_params else "float32"
-    return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
-
-
-def _buffer_plans(
-    config: ResolvedConfig, infos: list[ParamInfo], topology: Topology
-) -> list[tuple[list[ParamInfo], BufferPlan]]:
-    """Plan the buffers of ``make_buffers``, with their parameters; all have one dtype."""
-    by_kind: dict[tuple[bool, bool], list[ParamInfo]] = {}
-    for info in infos:
-        by_kind.setdefault(buffer_kind(info), []).append(info)
-    return [
-        (
-            members,
-            plan_buckets(
-                _local_numels(config, members),
-                dp_size=(topology.expert_dp if members[0].expert else topology.dp * topology.cp)
-                * config.pipeline.copies
-                // config.optimizer.num_sharded,
-                bucket_numel=config.debug.bucket_numel,
-                shared=[info.shared is not None for info in members],
-                pad_for_ring=config.debug.pad_for_ring,
-            ),
-        )
-        for members in by_kind.values()
     ]

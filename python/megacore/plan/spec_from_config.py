@@ -1,20 +1,15 @@
-"""Translation between a configuration and the inputs of a prediction; exact state bytes.
-
-Nothing here imports torch: parameters are listed from the shapes that the model is built with.
-"""
+"""Translation between a configuration and the inputs of a prediction, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megacore._core import plan_buckets
-from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.config import Config, ResolvedConfig, layers_of_stages
 from megacore.config.layers import stage_text
-from megacore.models.size import LocalParam, layer_params, norm_params
 from megacore.plan.spec import ModelSpec, RunSpec
+from megacore.plan.state import memory_row_of
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -62,8 +57,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         "pp": bool(pipeline.overlap_p2p),
         "ep": bool(pipeline.overlap_moe),
     }
-    state = 2 * _BYTES[optimizer.moments_dtype] + (0 if train.dtype == "float32" else 4)
-    grads = train.dtype if optimizer.grads_like_params else "float32"
+    memory = memory_row_of(config)
     return RunSpec(
         gpus=gpus,
         tp=parallel.tp,
@@ -79,9 +73,9 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         schedule=pipeline.schedule,
         zero=1 if optimizer.distributed else 0,
         precision=_PRECISIONS[train.dtype],
-        param_bytes=_BYTES[train.dtype],
-        grad_bytes=_BYTES[grads],
-        state_bytes=state,
+        param_bytes=memory.param_bytes,
+        grad_bytes=memory.grad_bytes,
+        state_bytes=memory.sharded,
         recompute=train.recomputed,
         recompute_keep=train.recompute_keep,
         overlap=frozenset(name for name, on in overlap.items() if on),
@@ -99,75 +93,6 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         group_size=pipeline.group_size,
         order=parallel.order,
     )
-
-
-def state_bytes(config: ResolvedConfig, gpus: int) -> list[dict[str, float]]:
-    """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
-
-    The buffers are those that training allocates, with their padding.
-    """
-    spec = run_spec(config, gpus)
-    return [_rank_state(config, spec, mine) for mine in stages_of_ranks(config)]
-
-
-def _rank_state(config: ResolvedConfig, spec: RunSpec, mine: list[int]) -> dict[str, float]:
-    optimizer, copies = config.optimizer, config.pipeline.copies
-    by_kind: dict[tuple[bool, bool], list[LocalParam]] = {}
-    for param in _params(config, sorted(mine)):
-        by_kind.setdefault((param.expert, param.partial), []).append(param)
-    numel = owned = 0
-    for (expert, _), params in by_kind.items():
-        ranks = spec.edp if expert else spec.dp * spec.cp
-        plan = plan_buckets(
-            [param.numel for param in params],
-            dp_size=ranks * copies // optimizer.num_sharded,
-            bucket_numel=config.debug.bucket_numel,
-            shared=[param.shared for param in params],
-            param_alignment=64,
-            bucket_alignment=None,
-            pad_for_ring=config.debug.pad_for_ring,
-        )
-        numel += plan.numel
-        owned += plan.shard_numel if optimizer.distributed else plan.numel
-    return {
-        "weights": numel * spec.param_bytes,
-        "gradients": numel * spec.grad_bytes,
-        "optimizer": owned * spec.state_bytes,
-    }
-
-
-def _params(config: ResolvedConfig, mine: list[int]) -> Iterator[LocalParam]:
-    """List the parameters of a rank's stages in the order in which the model makes them."""
-    model, parallel = config.model, config.parallel
-    stages, further = layers_of_stages(config), mtp_stage(config)
-    sp = parallel.sequence_parallel
-    matrix = model.padded_vocab_size // parallel.tp * model.hidden_size
-    norm = norm_params(model, parallel)
-    has_words = False
-    for stage in mine:
-        is_last, predicts = stage == len(stages) - 1, stage == further
-        elsewhere = model.num_mtp_layers > 0 and not predicts
-        if stage == 0:
-            yield LocalParam(matrix, shared=elsewhere or (model.tie_embeddings and not is_last))
-            has_words = True
-        for index in stages[stage]:
-            yield from layer_params(model, config.moe, index, parallel)
-        if predicts or (is_last and not elsewhere):
-            yield from norm
-        if predicts:
-            if not has_words:
-                yield LocalParam(matrix, shared=True)
-                has_words = True
-            for index in model.mtp_layers:
-                yield from norm
-                yield from norm
-                yield LocalParam(2 * model.hidden_size**2, partial=sp)
-                yield from layer_params(model, config.moe, index, parallel)
-                yield from norm
-        if is_last and not model.tie_embeddings:
-            yield LocalParam(matrix)
-        elif is_last and not has_words:
-            yield LocalParam(matrix, shared=True)
 
 
 def without_layout(base: Config, gpus: int) -> Config:

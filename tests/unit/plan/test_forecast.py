@@ -20,7 +20,8 @@ from megacore.plan.forecast import advise, forecast
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import fastest_by_memory, search
 from megacore.plan.spec import ModelSpec, RunSpec
-from megacore.plan.spec_from_config import model_spec, run_spec, settings_of, state_bytes
+from megacore.plan.spec_from_config import model_spec, run_spec, settings_of
+from megacore.plan.state import state_bytes
 from megacore.plan.step_time import stage_layers, step_time, time_on_cores
 
 # Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.
