@@ -133,7 +133,10 @@ def _fill(
         "moe": _filling(resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size),
         "parallel": _filling(resolved.ResolvedParallelConfig, parallel, etp=parallel.tp),
         "pipeline": _filling(
-            resolved.ResolvedPipelineConfig, config.pipeline, num_chunks=config.pipeline.chunks
+            resolved.ResolvedPipelineConfig,
+            config.pipeline,
+            num_chunks=config.pipeline.chunks,
+            overlap_p2p=backend == "gloo",
         ),
         "optimizer": _filling(
             resolved.ResolvedOptimizerConfig,

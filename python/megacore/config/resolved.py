@@ -37,9 +37,10 @@ class ResolvedParallelConfig(ParallelConfig):
 
 
 class ResolvedPipelineConfig(PipelineConfig):
-    """``[pipeline]`` with the number of model chunks per rank."""
+    """``[pipeline]`` with the number of model chunks per rank, and the overlap of messages."""
 
     num_chunks: int
+    overlap_p2p: bool
 
 
 class ResolvedOptimizerConfig(OptimizerConfig):

@@ -54,7 +54,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     overlap = {
         "dp": optimizer.overlap == "all",
         optimizer.overlap: optimizer.overlap in ("grads", "params"),
-        "pp": bool(pipeline.overlap_p2p),
+        "pp": pipeline.overlap_p2p,
         "ep": bool(pipeline.overlap_moe),
     }
     memory = memory_row_of(config)

@@ -416,7 +416,7 @@ def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None
         make_topology(config, world_size),
         timeout_s=config.run.timeout_s,
         host_memory=config.debug.host_memory,
-        pp_channels=bool(config.pipeline.overlap_p2p) and config.debug.backend == "nccl",
+        pp_channels=config.pipeline.overlap_p2p and config.debug.backend == "nccl",
         pp_ends=embedding_ranks(config),
         pp_copies=config.pipeline.copies,
         calls=calls,

@@ -37,6 +37,13 @@ def test_every_derived_setting_is_filled() -> None:
     assert (config.run.nproc, config.debug.backend, config.debug.trace_step) == (4, "gloo", 50)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_messages_between_stages_overlap_unless_they_are_on_nccl(cuda: bool) -> None:
+    assert resolve(make(), 1, vocab_size=256, cuda=cuda).pipeline.overlap_p2p is not cuda
+    given = make(pipeline__overlap_p2p=str(cuda).lower())
+    assert resolve(given, 1, vocab_size=256, cuda=cuda).pipeline.overlap_p2p is cuda
+
+
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
 def test_ffn_width_is_eight_thirds_rounded_up_to_64(hidden: int, ffn: int) -> None:
     config = resolve(make(model__hidden_size=str(hidden)), 1, vocab_size=256, cuda=False)
