@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megacore.config import section_classes
 from megacore.config.load import toml_value
+from megacore.config.resolved import derived_keys
 
 HEAD = """\
 # Configuration
@@ -41,7 +42,7 @@ equivalent:
 megacore train demo.toml --nproc 4 --train.steps=20 --parallel.pp 1 --run.plain
 ```
 
-`none` clears a setting, which restores its derived default. The complete configuration is saved as
+`none` clears a setting, which restores its default. The complete configuration is saved as
 `config.toml` in the run's folder, for a start of the same run. Derived values are saved as comments
 (`# etp = 2   (derived)`), so a start with other settings derives them again. `checkpoint.resume` is
 a comment as well, because it applies to one start.
@@ -67,7 +68,10 @@ def document() -> str:
         parts.append(f"\n## [{name}]\n\n{_summary(cls.__doc__ or '')}\n\n")
         parts.append("| key | values | default | meaning |\n| --- | --- | --- | --- |\n")
         for key, info in cls.by_key().items():
-            cells = (f"`{key}`", _values(info), _default(info), info.description or "")
+            default = f"`{toml_value(info.default)}`"
+            if info.default is None:
+                default = "derived" if f"{name}.{key}" in derived_keys() else "not set"
+            cells = (f"`{key}`", _values(info), default, info.description or "")
             row = " | ".join(cell.replace("|", "\\|") for cell in cells)
             parts.append(f"| {row} |\n")
     return "".join(parts)
@@ -116,10 +120,6 @@ def _bound(rule: object) -> str:
         case Lt(lt=bound):
             return f", < {bound:g}"
     return ""
-
-
-def _default(info: FieldInfo) -> str:
-    return "derived" if info.default is None else f"`{toml_value(info.default)}`"
 
 
 if __name__ == "__main__":

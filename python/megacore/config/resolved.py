@@ -86,3 +86,19 @@ class ResolvedConfig(Config):
         parallel, copies = self.parallel, self.pipeline.copies
         experts = world_size // (parallel.etp * parallel.ep * parallel.pp)
         return self.dp(world_size) * parallel.cp * copies, experts * copies
+
+
+def derived_keys() -> frozenset[str]:
+    """Return the settings, as ``"parallel.etp"``, that `resolve` fills if they are not set.
+
+    Example:
+        >>> from megacore.config.resolved import derived_keys
+        >>> derived_keys() & {"pipeline.num_chunks", "pipeline.layout"}
+        frozenset({'pipeline.num_chunks'})
+    """
+    return frozenset(
+        f"{name}.{key}"
+        for name, section in ResolvedConfig.inner_sections().items()
+        for key, info in section.by_key().items()
+        if info.is_required()
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
+from megacore.config.resolved import derived_keys
 from megacore.parallel import Topology
 from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
 from megacore.report.drawings import layout_drawing, timeline_drawings
@@ -461,13 +462,15 @@ def _settings_rows(
     """Return the table row of each setting, and whether it differs from its default."""
     rows, default_of = [], flat_settings(defaults)
     for name, value in flat_settings(values).items():
-        default = default_of.get(name)
+        key, default = f"{section}.{name}", default_of.get(name)
         kind, note = "", ""
-        if f"{section}.{name}" in derived:
+        if key in derived:
             kind = "derived"
         elif value != default:
             kind = "changed"
-            shown = "derived from others" if default is None else setting_text(default)
+            shown = setting_text(default)
+            if default is None:
+                shown = "derived from others" if key in derived_keys() else "not set"
             note = f"<small>default: {escape(shown)}</small>"
         text = escape(setting_text(value))
         row = f'<tr class="{kind}"><td>{escape(name)}</td><td><span>{text}</span>{note}</td></tr>'

@@ -36,7 +36,7 @@ CONFIG = resolve(
         None,
         [
             *(("parallel.tp", "2"), ("parallel.pp", "2"), ("model.vocab_size", "256")),
-            *(("optimizer.lr", "0.002"), ("model.num_kv_heads", "2")),
+            *(("optimizer.lr", "0.002"), ("model.num_kv_heads", "2"), ("model.logit_softcap", "9")),
         ],
     ),
     4,
@@ -185,6 +185,8 @@ def test_settings_that_differ_from_the_default_are_marked(run_dir: Path) -> None
     assert "default: 0.003" in html
     assert ("num_kv_heads", "2") in changed  # set, although its default is derived
     assert "default: derived from others" in html
+    assert ("logit_softcap", "9") in changed
+    assert "default: not set" in html
     derived = re.findall(r'<tr class="derived"><td>(\w+)</td>', html)
     assert {"min_lr", "etp", "ffn_hidden_size", "trace_step"} <= set(derived)
     assert not {"num_kv_heads", "vocab_size"} & set(derived)
