@@ -187,12 +187,12 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _schedule(args: argparse.Namespace, costs: Costs) -> Schedule:
-    from megacore.pipeline import SCHEDULE_NAMES, Schedule, build_schedule
+    from megacore.pipeline import Schedule, build_schedule
+    from megacore.pipeline.build import KNOWN
 
-    known = (*SCHEDULE_NAMES, "auto")
     if (args.name is None) == (args.from_csv is None):
         raise ConfigError(
-            f"name a schedule ({', '.join(known)}) or give --from-csv FILE, one of the two"
+            f"name a schedule ({', '.join(KNOWN)}) or give --from-csv FILE, one of the two"
         )
     if args.from_csv is None:
         return build_schedule(

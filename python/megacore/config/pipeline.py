@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from megacore._core import ScheduleInfo, schedule_catalog
 from megacore.config.base import Section
 
-# Schedules that are searched for, with the placement of their stages.
+# Schedules that are searched for, with the placement of their stages; a setting has one name for
+# both, `build_schedule` has the name "auto" and an argument.
 SEARCHED: Mapping[str, Literal["loop", "v"]] = MappingProxyType({"auto": "loop", "auto_v": "v"})
 SCHEDULES = (*(info.name for info in schedule_catalog()), *SEARCHED)
+
+
+def builder_arguments(schedule: str) -> dict[str, Any]:
+    """Return the arguments of ``build_schedule`` that a ``pipeline.schedule`` stands for.
+
+    Example:
+        >>> builder_arguments("auto_v"), builder_arguments("zb_v")
+        ({'name': 'auto', 'placement': 'v'}, {'name': 'zb_v'})
+    """
+    if schedule in SEARCHED:
+        return {"name": "auto", "placement": SEARCHED[schedule]}
+    return {"name": schedule}
 
 
 def schedule_info(name: str) -> ScheduleInfo | None:

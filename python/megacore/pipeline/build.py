@@ -12,6 +12,7 @@ from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.timeline import Costs
 
 SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
+KNOWN = (*SCHEDULE_NAMES, AUTO)
 
 
 def schedule_catalog() -> list[ScheduleInfo]:
@@ -137,14 +138,13 @@ def require_schedule_name(name: str) -> None:
     Example:
         >>> require_schedule_name("zb_v")
     """
-    known = (*SCHEDULE_NAMES, AUTO)
-    if name in known:
+    if name in KNOWN:
         return
     from megacore.config import closest_matches
 
-    close = closest_matches(name, known, count=1)
+    close = closest_matches(name, KNOWN, count=1)
     hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
-    raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(known)}")
+    raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(KNOWN)}")
 
 
 def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import torch
 
 from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
-from megacore.config.pipeline import SEARCHED
+from megacore.config.pipeline import builder_arguments
 from megacore.errors import ConfigError
 from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
 from megacore.pipeline import Recompute, Schedule, build_schedule
-from megacore.pipeline.auto import AUTO
 from megacore.pipeline.executor import ActivationSpec
 
 
@@ -60,20 +59,19 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
         ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
     """
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
-    name, options = pipeline.schedule, dict[str, Any]()
-    if pipeline.schedule_info is None:
-        name, options = AUTO, {"memory_limit": pipeline.memory_limit}
-        options["placement"] = SEARCHED[pipeline.schedule]
-    elif pipeline.overlap_moe and pipeline.schedule_info.takes_pairs:
-        options = {"pairs": "split" if pipeline.overlap_moe == "split" else "whole"}
+    info = pipeline.schedule_info
+    pairs: Literal["whole", "split"] | None = None
+    if pipeline.overlap_moe and info is not None and info.takes_pairs:
+        pairs = "split" if pipeline.overlap_moe == "split" else "whole"
     try:
         return build_schedule(
-            name,
+            **builder_arguments(pipeline.schedule),
             num_ranks=config.parallel.pp,
             num_microbatches=num_microbatches,
             num_chunks=pipeline.chunks,
             group_size=pipeline.group_size,
-            **options,
+            pairs=pairs,
+            memory_limit=pipeline.memory_limit,
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)

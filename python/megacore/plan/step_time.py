@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megacore.config.pipeline import SEARCHED, schedule_info
+from megacore.config.pipeline import builder_arguments, schedule_info
 from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
-from megacore.pipeline.auto import AUTO
 from megacore.plan.cost import Cost, LayerCosts, Link, link
 from megacore.plan.device import Device
 from megacore.plan.spec import ModelSpec, RunSpec
@@ -43,16 +42,14 @@ def cached_schedule(
     name: str, ranks: int, microbatches: int, chunks: int, group_size: int | None
 ) -> Schedule:
     """Build a schedule, or return the one that was built before."""
-    placement = SEARCHED.get(name)
-    if ranks == 1 and chunks == 1 and placement is None:
+    if ranks == 1 and chunks == 1 and schedule_info(name) is not None:
         name = "no_pipelining"
     return build_schedule(
-        AUTO if placement else name,
+        **builder_arguments(name),
         num_ranks=ranks,
         num_microbatches=microbatches,
         num_chunks=chunks,
         group_size=group_size if name == "interleaved_1f1b" else None,
-        placement=placement,
     )
 
 
