@@ -42,14 +42,15 @@ def cached_schedule(
     name: str, ranks: int, microbatches: int, chunks: int, group_size: int | None
 ) -> Schedule:
     """Build a schedule, or return the one that was built before."""
-    if ranks == 1 and chunks == 1 and schedule_info(name) is not None:
-        name = "no_pipelining"
+    info = schedule_info(name)
+    if ranks == 1 and chunks == 1 and info is not None:
+        name, info = "no_pipelining", None
     return build_schedule(
         **builder_arguments(name),
         num_ranks=ranks,
         num_microbatches=microbatches,
         num_chunks=chunks,
-        group_size=group_size if name == "interleaved_1f1b" else None,
+        group_size=group_size if info is not None and info.takes_group_size else None,
     )
 
 

@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import Config, EchoConfig, layers_of_stages, resolve, stages_of_ranks
+from megacore.config import (
+    Config,
+    EchoConfig,
+    layers_of_stages,
+    load_config,
+    resolve,
+    stages_of_ranks,
+)
 from megacore.errors import ConfigError
 from megacore.pipeline import Costs, build_schedule
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import FOLDER, known_devices, load_device
 from megacore.plan.footprint import GIB, footprints, layer_bytes, rank_stages, slot_bytes
 from megacore.plan.forecast import advise, forecast
+from megacore.plan.layout import train_schedule
 from megacore.plan.run_plan import plan_run
 from megacore.plan.search import fastest_by_memory, search
 from megacore.plan.spec import ModelSpec, RunSpec
@@ -163,6 +171,18 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
     config = resolve(Config(**sections), 2, vocab_size=256, cuda=False)  # type: ignore[arg-type]
     found = rank_stages(run_spec(config, 2))
     assert [sorted(stages) for stages in found] == [sorted(s) for s in stages_of_ranks(config)]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "group_interleaved", "interleaved_zb"])
+def test_predictions_simulate_groups_of_the_size_of_the_run(schedule: str) -> None:
+    settings = {
+        "parallel.pp": "2", "pipeline.schedule": schedule, "pipeline.num_chunks": "2",
+        "pipeline.group_size": "4", "train.global_batch_size": "32",
+    }  # fmt: skip
+    config = resolve(load_config(None, list(settings.items())), 2, vocab_size=256, cuda=False)
+    predicted = step_time(model_spec(config), run_spec(config, 2), load_device("h100")).schedule
+    trained = train_schedule(config, 2)
+    assert [predicted.order(rank) for rank in (0, 1)] == [trained.order(rank) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("sections", CASES)
