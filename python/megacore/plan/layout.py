@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 from megacore.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
-from megacore.config.pipeline import builder_arguments
 from megacore.errors import ConfigError
 from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
-from megacore.pipeline import Recompute, Schedule, build_schedule
+from megacore.pipeline import Recompute, Schedule
 from megacore.pipeline.executor import ActivationSpec
+from megacore.plan.step_time import cached_schedule
 
 
 def embedding_ranks(config: Config) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def make_topology(config: ResolvedConfig, world_size: int) -> Topology:
 
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
-    """Build the schedule of one training step.
+    """Return the schedule of one training step; forked ranks share the one that was checked.
 
     Raises:
         ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
@@ -64,14 +64,14 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     if pipeline.overlap_moe and info is not None and info.takes_pairs:
         pairs = "split" if pipeline.overlap_moe == "split" else "whole"
     try:
-        return build_schedule(
-            **builder_arguments(pipeline.schedule),
-            num_ranks=config.parallel.pp,
-            num_microbatches=num_microbatches,
-            num_chunks=pipeline.chunks,
-            group_size=pipeline.group_size,
-            pairs=pairs,
-            memory_limit=pipeline.memory_limit,
+        return cached_schedule(
+            pipeline.schedule,
+            config.parallel.pp,
+            num_microbatches,
+            pipeline.chunks,
+            pipeline.group_size,
+            pipeline.memory_limit,
+            pairs,
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)

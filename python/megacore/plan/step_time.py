@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from megacore.config.pipeline import builder_arguments, schedule_info
 from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
@@ -39,18 +40,23 @@ class StepTime:
 
 @lru_cache(maxsize=256)
 def cached_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int, group_size: int | None
+    setting: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    group_size: int | None,
+    memory_limit: int | None = None,
+    pairs: Literal["whole", "split"] | None = None,
 ) -> Schedule:
-    """Build a schedule, or return the one that was built before."""
-    info = schedule_info(name)
-    if ranks == 1 and chunks == 1 and info is not None:
-        name, info = "no_pipelining", None
+    """Build the schedule of a ``pipeline.schedule``, or return the one that was built before."""
     return build_schedule(
-        **builder_arguments(name),
+        **builder_arguments(setting),
         num_ranks=ranks,
         num_microbatches=microbatches,
         num_chunks=chunks,
-        group_size=group_size if info is not None and info.takes_group_size else None,
+        group_size=group_size,
+        memory_limit=memory_limit,
+        pairs=pairs,
     )
 
 
