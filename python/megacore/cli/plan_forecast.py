@@ -61,19 +61,31 @@ _TIMES = {
 }
 
 
-def _positive(args: argparse.Namespace, name: str, kind: type = float) -> Any:
-    """Parse an option that must be a positive number; ``None`` if it was not given."""
-    text = getattr(args, name)
-    if text is None:
-        return None
-    try:
-        value = kind(text) if kind is float else int(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < 1e18:
-        noun = "a positive number" if kind is float else "a positive whole number"
-        raise ConfigError(f'--{name.replace("_", "-")} must be {noun}, got "{text}"')
-    return value
+# Options that must be positive numbers.
+_NUMBERS: dict[str, type[float]] = {
+    "nodes_of": int,
+    "imbalance": float,
+    "tokens": float,
+    "hours": float,
+    "price": float,
+    "top": int,
+}
+
+
+def _parse_numbers(args: argparse.Namespace) -> None:
+    """Replace the text of each numeric option by its number; ``None`` if it was not given."""
+    for name, kind in _NUMBERS.items():
+        text = getattr(args, name)
+        if text is None:
+            continue
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 1e18:
+            noun = "a positive number" if kind is float else "a positive whole number"
+            raise ConfigError(f'--{name.replace("_", "-")} must be {noun}, got "{text}"')
+        setattr(args, name, value)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,12 +93,12 @@ def run(args: argparse.Namespace) -> int:
     from megacore.plan.device import load_device
 
     counts = [_count(text) for text in args.gpus.split(",")]
-    domain = _positive(args, "nodes_of", int)
-    device = load_device(args.device or "h100", {"link_domain": domain} if domain else None)
-    imbalance = _positive(args, "imbalance") or 1.0
+    _parse_numbers(args)
+    changes = {"link_domain": args.nodes_of} if args.nodes_of else None
+    device = load_device(args.device or "h100", changes)
+    imbalance = args.imbalance or 1.0
     if imbalance < 1:
         raise ConfigError(f"--imbalance must be at least 1 (max load / mean load), got {imbalance}")
-    _positive(args, "tokens"), _positive(args, "hours"), _positive(args, "price")
     base = load_config(args.config, args.settings)
     if args.search:
         return _search(args, base, counts, device, imbalance)
@@ -293,7 +305,7 @@ def _memory_table(found: Forecast, unit_bytes: int) -> Table:
 
 
 def _print_budget(args: argparse.Namespace, found: Forecast, console: Any) -> None:
-    tokens, hours, price = (_positive(args, name) for name in ("tokens", "hours", "price"))
+    tokens, hours, price = args.tokens, args.hours, args.price
     if hours:
         tokens = hours * 3600 * found.tokens_per_gpu * found.spec.gpus
     elif tokens:
@@ -359,7 +371,6 @@ def _search(
     from megacore.plan.search import search
     from megacore.plan.spec_from_config import model_spec, run_spec, with_settings, without_layout
 
-    top = _positive(args, "top", int) or 10
     if args.write and len(counts) > 1:
         raise ConfigError("--write writes one configuration; give one number of --gpus")
     require_folder(args.write)
@@ -370,7 +381,7 @@ def _search(
         spec = run_spec(config, gpus, imbalance=imbalance)
         spec = replace(spec, stages=(), echo=base.moe.echo)
         found = search(model_spec(config), spec, device)
-        legal = _legal(base, found.best, gpus, max(top, 1))
+        legal = _legal(base, found.best, gpus, args.top or 10)
         missing = missing or not legal
         if args.json:
             print(json.dumps([{"settings": settings, **as_json(each)} for settings, each in legal]))
