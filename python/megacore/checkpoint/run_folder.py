@@ -27,7 +27,7 @@ from megacore.checkpoint.tokenizer_files import (
     with_tokenizer_beside,
 )
 from megacore.config import ResolvedConfig
-from megacore.config.renamed import translate_moved
+from megacore.config.renamed import translate_deprecated
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups
@@ -230,7 +230,7 @@ def changed_settings(found: Path, config: ResolvedConfig) -> tuple[str, ...]:
     """
     ours = json.loads(config.model_dump_json())
     theirs = copy.deepcopy(dict(read_index(found).config))
-    translate_moved(theirs, {})
+    translate_deprecated(theirs, {})
     if _has_tokenizer_of(found, config):
         theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
     return compare_settings(theirs, ours)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from megacore.config.renamed import MOVED, RENAMED
+from megacore.config.renamed import DEPRECATED, REMOVED
 from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
@@ -80,7 +80,7 @@ def _unknown_setting(place: Sequence[Any], section: type[Section]) -> str:
     home = section
     for inner in path:
         home = home.inner_sections().get(inner, home)
-    for key, now in (*RENAMED.items(), *((old, moved.to) for old, moved in MOVED.items())):
+    for key, now in (*REMOVED.items(), *((old, new.to) for old, new in DEPRECATED.items())):
         where, old = key.split(".")[-2:]
         if name == old and where.replace("_", "") in home.__name__.lower():
             return f"{home.__name__} has no setting {name}; {key} is now {now}"

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import tomli_w
@@ -21,13 +21,13 @@ from megacore.config.base import Section, split_key
 from megacore.config.data import SourceConfig
 from megacore.config.objects import with_folder
 from megacore.config.renamed import (
+    DEPRECATED,
     ELSEWHERE,
-    MOVED,
-    RENAMED,
+    REMOVED,
     VALUES,
     has_key,
     table_of,
-    translate_moved,
+    translate_deprecated,
 )
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml
@@ -65,13 +65,8 @@ def load_config(
     data, where = ({}, {}) if path is None else read_toml(Path(path))
     if path is not None:
         data = _replaced(data, FOLDER_OF_FILE, str(Path(path).parent))
-    problems = [
-        _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
-    ]
-    where |= flags or {}
-    moved = translate_moved(data, where)
-    places = _Places(where=where, file=None if path is None else str(path))
-    config = _validate(data, places, [problem for problem in problems if problem is not None])
+    file = None if path is None else str(path)
+    config, moved = _configure(data, where, overrides, file=file, flags=flags or {})
     if path is not None:
         config = _with_folders(config, Path(path).parent)
     notes = [f"old names of settings, which work until 0.4.0: {'; '.join(moved)}"] if moved else []
@@ -113,16 +108,73 @@ def config_from_values(
         3
     """
     data, where = copy.deepcopy(dict(values)), dict[str, str]()
-    if old := [key for key in RENAMED if has_key(data, key)]:
+    if old := [key for key in REMOVED if has_key(data, key)]:
         raise ConfigError(
             f"{source} was written by another version of megacore: {len(old)} of its settings, "
             f"such as {old[0]}, have moved since; use the version that wrote it"
         )
-    problems = [_apply_override(data, where, key, text) for key, text in overrides]
-    translate_moved(data, where)
-    places = _Places(where=where, file=source)
-    config = _validate(data, places, [problem for problem in problems if problem is not None])
+    config, _ = _configure(data, where, overrides, file=source)
     return config.with_origins(where)
+
+
+def _configure(
+    data: dict[str, Any],
+    where: dict[str, str],
+    overrides: Overrides,
+    *,
+    file: str | None,
+    flags: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Config, list[str]]:
+    """Apply overrides, translate deprecated settings, both in place, and check all values.
+
+    Args:
+        data: Values by section and key.
+        where: Places of values by full key.
+        overrides: As in `load_config`.
+        file: Place of values without a line.
+        flags: As in `load_config`.
+
+    Returns:
+        The configuration, and each deprecated setting with its new key.
+
+    Raises:
+        ConfigError: One error for all mistakes.
+    """
+    problems = [
+        _apply_override(data, where, key.replace("-", "_"), text) for key, text in overrides
+    ]
+    where |= flags
+    places = _Places(where=where, file=file)
+    problems += _check_deprecated(data, places)
+    moved = translate_deprecated(data, where)
+    found = [problem for problem in problems if problem is not None]
+    try:
+        config = Config.model_validate(data, strict=True)
+    except ValidationError as error:
+        found += [_describe(details, places) for details in error.errors()]
+    if found:
+        raise ConfigError(join_problems(found))
+    return config, moved
+
+
+def _check_deprecated(data: dict[str, Any], places: _Places) -> list[str]:
+    """Check deprecated settings that are part of others; remove wrong ones from ``data``."""
+    problems = []
+    for key, entry in DEPRECATED.items():
+        if entry.kind is None or not has_key(data, key):
+            continue
+        section, name = split_key(key)
+        value = table_of(data, section)[name]
+        try:
+            TypeAdapter[Any](entry.kind).validate_python(value, strict=True)
+        except ValidationError as error:
+            details = error.errors()[0]
+            context = details.get("ctx", {})
+            rule = context.get("expected") or _rule(details["type"], context, details["msg"])
+            rule = rule.removeprefix("expected ").removeprefix("must be ")
+            problems.append(f"{places.prefix(key)}{key} must be {rule}, got {value}")
+            del table_of(data, section)[name]
+    return problems
 
 
 def _with_folders(config: Config, folder: Path) -> Config:
@@ -156,18 +208,6 @@ def _with_folders(config: Config, folder: Path) -> Config:
             "data": data.model_copy(update=own_data),
         }
     )
-
-
-def _validate(values: Mapping[str, Any], places: _Places, problems: list[str]) -> Config:
-    """Check ``values``; raise an error for their violations and for the given ``problems``."""
-    try:
-        config = Config.model_validate(values, strict=True)
-    except ValidationError as error:
-        problems = problems + [_describe(details, places) for details in error.errors()]
-        raise ConfigError(join_problems(problems)) from None
-    if problems:
-        raise ConfigError(join_problems(problems))
-    return config
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -318,16 +358,14 @@ def _apply_override(data: dict[str, Any], where: dict[str, str], key: str, text:
     if isinstance(table, dict):
         table[name] = _typed(key, text)
         where[key] = flag
-        if key in MOVED and MOVED[key].is_switch and not isinstance(table[name], bool):
-            return f"{flag}: {key} must be true or false, got {text}"
     return None
 
 
 def _typed(key: str, text: str) -> Any:
     """Return ``text`` converted to the type of field ``key``, or unchanged if invalid."""
     annotation = _annotation(key)
-    if annotation is None:  # of a setting that was merged into another one
-        return _toml_or_text(text) if key in MOVED else text
+    if annotation is None:
+        return text
     if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
         return None
     if typing.get_origin(annotation) is list:
@@ -349,10 +387,10 @@ def _toml_or_text(text: str) -> Any:
 
 
 def _annotation(key: str) -> Any:
-    if key in MOVED and MOVED[key].is_switch:
-        return bool
-    if key in MOVED and MOVED[key].merge is None:
-        key = MOVED[key].to
+    if old := DEPRECATED.get(key):
+        if old.kind is not None:
+            return old.kind
+        key = old.to
     section, name = split_key(key)
     fields = section_classes().get(section, Section).by_key()
     return fields[name].annotation if name in fields else None
@@ -492,8 +530,8 @@ def _unknown_key(section: str, name: str) -> str:
     """Return the message for an unknown section or key."""
     classes = section_classes()
     key = f"{section}.{name}"
-    if key in RENAMED:
-        return f"unknown key {key}; it is now {RENAMED[key]}"
+    if key in REMOVED:
+        return f"unknown key {key}; it is now {REMOVED[key]}"
     if name in ELSEWHERE:
         return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
     if section not in classes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 _LAYOUT = "pipeline.layout, as in layout = 'Et*3|t*4|t*3L'"
 
-# The place of a setting today, by its full key in version 0.1.
-RENAMED: Mapping[str, str] = MappingProxyType(
+# Settings that are errors, by their full key in version 0.1, with their places today.
+REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "checkpoint.interval_time": "checkpoint.interval, which is steps or a time span",
         "graphs.backend": "debug.graph_backend",
@@ -46,83 +48,114 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Moved:
-    """New place of a setting that left in the latest minor version.
+@dataclass(frozen=True, kw_only=True)
+class Deprecated:
+    """Translation of a setting that left in the latest minor version.
 
     The old name works as before, in files, in checkpoints and on the command line.
 
     Attributes:
         to: Key of today.
-        merge: Value for that key from the old setting's value and the key's own, ``None`` if it has
-            none; the result ``None`` leaves the key unset. Default: the key's own value.
+        kind: Type of a setting that is part of another one today. Default: that of the new key.
+        merge: Value for the new key from the old setting's value and the key's own, ``None`` if it
+            has none; the result ``None`` leaves the key unset. Default: the key's own value.
+        without: The key's own value with nothing of the old setting in it, for a command line that
+            overrides a file.
         text: Form of the old value under the new key, without ``merge``.
         note: Sentence about the old setting, in place of its new name.
-        is_switch: Whether the old setting was true or false.
     """
 
     to: str
+    kind: Any = None
     merge: Callable[[Any, Any], Any] | None = None
+    without: Callable[[Any], Any] = lambda own: own
     text: str = ""
     note: str = ""
-    is_switch: bool = False
 
 
-def _overlap(old: Any, own: Any, part: str) -> Any:
-    """Return ``optimizer.overlap`` with the part that an old switch turns on."""
-    if old not in (True, "true"):
-        return own
-    return part if own in (None, "none", part) else "all"
+def _words(**others: Any) -> Callable[[Any], Any]:
+    """Return a function that replaces these words by other values."""
+    return lambda own: others.get(own, own) if isinstance(own, str) else own
 
 
-# Settings of 0.2.0 that left. In 0.4.0, they become entries of RENAMED.
-MOVED: Mapping[str, Moved] = MappingProxyType(
+def _overlap(part: str, other: str) -> Deprecated:
+    """Return the translation of a switch that is one part of ``optimizer.overlap`` today."""
+
+    def merge(old: bool, own: Any) -> Any:
+        if not old:
+            return own
+        return part if own in (None, "none", part) else "all"
+
+    without = _words(**{part: "none", "all": other})
+    return Deprecated(to="optimizer.overlap", kind=bool, merge=merge, without=without)
+
+
+# Settings of 0.2.0 that still work. In 0.4.0, they become entries of REMOVED.
+DEPRECATED: Mapping[str, Deprecated] = MappingProxyType(
     {
-        "graphs.on_change": Moved(
-            "graphs.on_failure", lambda old, own: own if own == "eager" else old
+        "graphs.on_change": Deprecated(
+            to="graphs.on_failure",
+            kind=Literal["error", "recapture"],
+            merge=lambda old, own: own if own == "eager" else old,
         ),
-        "graphs.scopes": Moved("graphs.mode", lambda old, own: old if own == "partial" else own),
-        "graphs.warmup_steps": Moved("debug.graph_warmup_steps"),
-        "model.qk_norm_width": Moved(
-            "model.qk_norm", lambda old, own: "full" if own and old == "all" else own
+        "graphs.scopes": Deprecated(
+            to="graphs.mode",
+            kind=str | None,
+            merge=lambda old, own: old or own if own == "partial" else own,
+            without=lambda own: own if own in (None, "off", "full", "full_step") else "partial",
         ),
-        "moe.expert_bias_rate": Moved(
-            "moe.expert_bias", lambda old, own: old if own is True and old != 1e-3 else own
+        "graphs.warmup_steps": Deprecated(to="debug.graph_warmup_steps"),
+        "model.qk_norm_width": Deprecated(
+            to="model.qk_norm",
+            kind=Literal["head", "all"],
+            merge=lambda old, own: "full" if own and old == "all" else own,
+            without=_words(full=True),
         ),
-        "moe.overlap_shared": Moved(
-            "moe.shared_ffn_hidden_size", lambda _, own: own, note="is always on", is_switch=True
+        "moe.expert_bias_rate": Deprecated(
+            to="moe.expert_bias",
+            kind=Annotated[float, Field(ge=0.0)],
+            merge=lambda old, own: old if own is True and old != 1e-3 else own,
+            without=lambda own: bool(own) if isinstance(own, int | float) else own,
         ),
-        "moe.pad_to_capacity": Moved(
-            "moe.static_budget",
-            lambda old, own: "capacity" if old in (True, "true") else own,
-            is_switch=True,
+        "moe.overlap_shared": Deprecated(
+            to="moe.shared_ffn_hidden_size",
+            kind=bool,
+            merge=lambda _, own: own,
+            note="is always on",
         ),
-        "moe.drop_by": Moved("debug.drop_by"),
-        "optimizer.distributed": Moved(
-            "optimizer.num_instances",
-            lambda old, own: "all" if old in (False, "false") else own,
-            is_switch=True,
+        "moe.pad_to_capacity": Deprecated(
+            to="moe.static_budget",
+            kind=bool,
+            merge=lambda old, own: "capacity" if old else own,
+            without=_words(capacity=None),
         ),
-        "optimizer.bucket_numel": Moved("debug.bucket_numel"),
-        "optimizer.loss_scale": Moved("debug.loss_scale"),
-        "optimizer.loss_scale_interval": Moved("debug.loss_scale_interval"),
-        "optimizer.overlap_grad_reduce": Moved(
-            "optimizer.overlap", lambda old, own: _overlap(old, own, "grads"), is_switch=True
+        "moe.drop_by": Deprecated(to="debug.drop_by"),
+        "optimizer.distributed": Deprecated(
+            to="optimizer.num_instances",
+            kind=bool,
+            merge=lambda old, own: own if old else "all",
+            without=_words(all=None),
         ),
-        "optimizer.overlap_param_gather": Moved(
-            "optimizer.overlap", lambda old, own: _overlap(old, own, "params"), is_switch=True
+        "optimizer.bucket_numel": Deprecated(to="debug.bucket_numel"),
+        "optimizer.loss_scale": Deprecated(to="debug.loss_scale"),
+        "optimizer.loss_scale_interval": Deprecated(to="debug.loss_scale_interval"),
+        "optimizer.overlap_grad_reduce": _overlap("grads", "params"),
+        "optimizer.overlap_param_gather": _overlap("params", "grads"),
+        "pipeline.placement": Deprecated(
+            to="pipeline.schedule",
+            kind=Literal["loop", "v"],
+            merge=lambda old, own: "auto_v" if own == "auto" and old == "v" else own,
+            without=_words(auto_v="auto"),
         ),
-        "pipeline.placement": Moved(
-            "pipeline.schedule", lambda old, own: "auto_v" if own == "auto" and old == "v" else own
+        "pipeline.split_weight_grads": Deprecated(
+            to="pipeline.overlap_moe",
+            kind=bool,
+            merge=lambda old, own: "split" if old else own,
+            without=_words(split=True),
         ),
-        "pipeline.split_weight_grads": Moved(
-            "pipeline.overlap_moe",
-            lambda old, own: "split" if old in (True, "true") else own,
-            is_switch=True,
-        ),
-        "run.backend": Moved("debug.backend"),
-        "run.name": Moved("run.dir", text="runs/{}"),
-        "train.max_skipped_steps": Moved("debug.max_skipped_steps"),
+        "run.backend": Deprecated(to="debug.backend"),
+        "run.name": Deprecated(to="run.dir", text="runs/{}"),
+        "train.max_skipped_steps": Deprecated(to="debug.max_skipped_steps"),
     }
 )
 
@@ -180,11 +213,11 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 )
 
 
-def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
-    """Give the values of settings that have moved to their new keys, in place.
+def translate_deprecated(data: dict[str, Any], where: dict[str, str]) -> list[str]:
+    """Give the values of deprecated settings to their keys of today, in place.
 
     Args:
-        data: Values by section and key.
+        data: Values by section and key; those of deprecated settings have their type.
         where: Places of values by full key.
 
     Returns:
@@ -192,39 +225,40 @@ def translate_moved(data: dict[str, Any], where: dict[str, str]) -> list[str]:
 
     Example:
         >>> values = {"graphs": {"warmup_steps": 5}}
-        >>> translate_moved(values, {})
+        >>> translate_deprecated(values, {})
         ['graphs.warmup_steps is now debug.graph_warmup_steps']
         >>> values
         {'graphs': {}, 'debug': {'graph_warmup_steps': 5}}
     """
     found = []
-    for old, moved in MOVED.items():
+    flags = {key for key, place in where.items() if place.startswith("--")}
+    for old, entry in DEPRECATED.items():
         if not has_key(data, old):
             continue
         home, _, old_name = old.rpartition(".")
-        section, _, name = moved.to.rpartition(".")
+        section, _, name = entry.to.rpartition(".")
         table = table_of(data, section)
         if not isinstance(table, dict):
             continue  # the check of the section reports it
         place, own = where.pop(old, ""), table.get(name)
         new = table_of(data, home).pop(old_name)
         # The command line overrides the file; else the new name wins.
-        is_flag, has_flag = place.startswith("--"), where.get(moved.to, "").startswith("--")
+        is_flag, has_flag = old in flags, entry.to in flags
         if has_flag and not is_flag:
             new = own
-        elif moved.merge is not None:
-            new = moved.merge(new, own)
+        elif entry.merge is not None:
+            new = entry.merge(new, entry.without(own) if is_flag and not has_flag else own)
         elif own is not None and (has_flag or not is_flag):
             new = own
-        elif moved.text:
-            new = moved.text.format(new)
+        elif entry.text:
+            new = entry.text.format(new)
         if new is None:
             table.pop(name, None)
         elif new != own:
             table[name] = new
-            where |= {moved.to: place} if place else {}
+            where |= {entry.to: place} if place else {}
         prefix = f"{place}: " if place else ""
-        found.append(f"{prefix}{old} {moved.note or f'is now {moved.to}'}")
+        found.append(f"{prefix}{old} {entry.note or f'is now {entry.to}'}")
     return found
 
 

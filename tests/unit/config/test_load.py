@@ -21,7 +21,7 @@ from megacore.config import (
     split_overrides,
 )
 from megacore.config.pipeline import SCHEDULES
-from megacore.config.renamed import ELSEWHERE, MOVED, RENAMED
+from megacore.config.renamed import DEPRECATED, ELSEWHERE, REMOVED
 from megacore.config.sections import section_classes
 from megacore.config.toml_file import key_lines
 from megacore.errors import ConfigError
@@ -443,6 +443,55 @@ def test_the_command_line_overrides_an_old_name_in_the_file(
 
 
 @pytest.mark.parametrize(
+    ("old", "rule"),
+    [
+        ('optimizer.overlap_grad_reduce = "yes"', "true or false, got yes"),
+        ("optimizer.distributed = 1", "true or false, got 1"),
+        ("moe.expert_bias_rate = -1", "at least 0, got -1"),
+        ('model.qk_norm_width = "heads"', "'head' or 'all', got heads"),
+        ("graphs.scopes = 3", "text in quotes, got 3"),
+    ],
+)
+def test_an_old_name_in_a_file_has_its_old_type(tmp_path: Path, old: str, rule: str) -> None:
+    key = old.split()[0]
+    path = write(tmp_path, f"{old}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:1: {key} must be {rule}")):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "new"),
+    [
+        ('optimizer.overlap = "grads"', "optimizer.overlap_grad_reduce=false", None),
+        ('optimizer.overlap = "all"', "optimizer.overlap_grad_reduce=false", "params"),
+        (
+            'optimizer.overlap = "all"',
+            "optimizer.overlap_param_gather=false optimizer.overlap_grad_reduce=false",
+            None,
+        ),
+        ('optimizer.overlap = "params"', "optimizer.overlap_grad_reduce=true", "all"),
+        ('optimizer.num_instances = "all"', "optimizer.distributed=true", None),
+        ('moe.static_budget = "capacity"', "moe.pad_to_capacity=false", None),
+        ('pipeline.overlap_moe = "split"', "pipeline.split_weight_grads=false", True),
+        ('pipeline.schedule = "auto_v"', "pipeline.placement=loop", "auto"),
+        ('model.qk_norm = "full"', "model.qk_norm_width=head", True),
+        ("moe.expert_bias = 0.5", "moe.expert_bias_rate=0.25", 0.25),
+        ('graphs.mode = "attn,mlp"', "graphs.scopes=mlp", "mlp"),
+        ('graphs.mode = "full"', "graphs.scopes=mlp", "full"),
+    ],
+)
+def test_an_old_part_on_the_command_line_overrides_that_part_of_the_file(
+    tmp_path: Path, file: str, arguments: str, new: object
+) -> None:
+    section, name = file.split()[0].split(".")
+    overrides = split_overrides([f"--{argument}" for argument in arguments.split()])[0]
+    config = load_config(write(tmp_path, f"{file}\n"), overrides)
+    if new is None:
+        new = getattr(getattr(Config(), section), name)
+    assert getattr(getattr(config, section), name) == new
+
+
+@pytest.mark.parametrize(
     "switch", ["model.qk_norm", "pipeline.overlap_moe", "moe.expert_bias", "data.document_mask"]
 )
 def test_a_word_after_a_switch_is_its_value_only_if_it_can_be(switch: str) -> None:
@@ -522,9 +571,9 @@ def test_stored_settings_of_the_version_before_are_understood() -> None:
 
 def test_settings_of_earlier_versions_exist_no_more_and_their_successors_do() -> None:
     known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
-    assert not known & (RENAMED.keys() | MOVED.keys())
-    assert {moved.to for moved in MOVED.values()} <= known
-    assert all(known & set(now.replace(",", " ").split()) for now in RENAMED.values())
+    assert not known & (REMOVED.keys() | DEPRECATED.keys())
+    assert {new.to for new in DEPRECATED.values()} <= known
+    assert all(known & set(now.replace(",", " ").split()) for now in REMOVED.values())
 
 
 def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
