@@ -12,8 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from megacore.config import section_classes
-from megacore.config.load import toml_value
 from megacore.config.resolved import derived_keys
+from megacore.config.toml_file import toml_value
 
 HEAD = """\
 # Configuration

@@ -14,7 +14,6 @@ from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
     FOLDER_OF_FILE,
     config_from_values,
-    config_to_toml,
     did_you_mean,
     load_config,
     setting_homes,
@@ -34,6 +33,7 @@ from megacore.config.resolved import (
 )
 from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
+from megacore.config.toml_file import config_to_toml
 from megacore.config.train import TrainSectionConfig
 from megacore.config.words import closest_matches
 

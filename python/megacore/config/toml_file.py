@@ -1,12 +1,19 @@
-"""TOML files with the line number of each key."""
+"""TOML files: reading with the line number of each key, writing with derived values as comments."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+from pydantic.fields import FieldInfo
+
+from megacore.config.base import split_key
+from megacore.config.renamed import table_of
+from megacore.config.sections import Config, section_classes
 from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
 
@@ -81,3 +88,74 @@ def key_lines(text: str) -> dict[str, int]:
 
 def _plain_key(text: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in text.split("."))
+
+
+# ---- writing --------------------------------------------------------------------------------------
+
+
+def config_to_toml(config: Config) -> str:
+    r"""Return the configuration as TOML, for a file that starts the same run again.
+
+    Derived values are written as comments: a start with other settings, for example another
+    ``run.dir``, derives them again. Other comments are ``checkpoint.resume``, which applies to one
+    start only, and settings without a value, with their default.
+
+    Example:
+        >>> from megacore.config import resolve
+        >>> print(config_to_toml(resolve(Config(), 2, vocab_size=256, cuda=False)).split("\n\n")[3])
+        [parallel]
+        tp = 1
+        cp = 1
+        pp = 1
+        ep = 1
+        # etp = 1   (derived)
+        order = "tp-cp-ep-dp-pp"
+        cp_comm = "allgather"
+        sequence_parallel = false
+    """
+    parts = []
+    values = config.model_dump(exclude_none=True)
+    for section, cls in section_classes().items():
+        table = table_of(values, section)
+        lines = [
+            _saved_line(config, f"{section}.{key}", table[key])
+            if key in table
+            else f"# {key} is not set: {_default_text(info)}"
+            for key, info in cls.by_key().items()
+        ]
+        parts.append("\n".join([f"[{section}]", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _saved_line(config: Config, key: str, value: Any) -> str:
+    name = split_key(key)[1]
+    if isinstance(value, dict):
+        return f"{name} = {toml_value(value)}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        # Tables, in one value so that the section goes on.
+        line = f"{name} = [\n" + "".join(f"    {_inline_table(item)},\n" for item in value) + "]"
+    else:
+        line = tomli_w.dumps({name: value}).rstrip("\n")
+    if key in config.derived:
+        return f"# {line}   (derived)"
+    return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
+
+
+def _inline_table(table: Mapping[str, Any]) -> str:
+    pairs = (tomli_w.dumps({key: value}).strip() for key, value in table.items())
+    return f"{{ {', '.join(pairs)} }}"
+
+
+def _default_text(info: FieldInfo) -> str:
+    """Return the meaning of an empty setting, from its description."""
+    return (info.description or "").partition("Default: ")[2].rstrip(".").replace("`", "")
+
+
+def toml_value(value: Any) -> str:
+    """Return a value in TOML syntax."""
+    if isinstance(value, dict):
+        return _inline_table(value) if value else "{}"
+    try:
+        return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
+    except TypeError:
+        return repr(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.config import ModelConfig, MoEConfig
-from megacore.config.load import toml_value
+from megacore.config.toml_file import toml_value
 from megacore.errors import ConfigError, MegacoreError
 from megacore.models.hf.families import FAMILIES, Family
 from megacore.models.hf.keys import Values

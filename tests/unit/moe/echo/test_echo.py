@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from megacore.cli import main
 from megacore.config import EchoConfig, load_config
-from megacore.config.load import config_to_toml, split_overrides
+from megacore.config.load import split_overrides
+from megacore.config.toml_file import config_to_toml
 from megacore.echo_study.recorded_counts import recorded_counts
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import plan_offload
