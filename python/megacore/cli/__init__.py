@@ -133,7 +133,10 @@ def parse(arguments: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports usage errors as one line."""
+    """A parser that takes no abbreviated options, and reports usage errors as one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of printing and exiting."""
@@ -166,7 +169,6 @@ def _build_parser(
         description="Distributed training on CPUs and GPUs.",
         epilog="megacore COMMAND --help explains a command; --debug adds tracebacks to messages.",
         formatter_class=_Help,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")

@@ -21,10 +21,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="measure this machine for megacore plan, or learn from a run",
         description="Measure matrix products, memory, attention, layers and links of this machine, "
         "and write the constants for megacore plan --device FILE.",
-        allow_abbrev=False,
     )
     parser.add_argument("--out", metavar="FILE", default="calibration.toml", help="file to write")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU, even with a GPU")

@@ -31,12 +31,10 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "data",
-        help="tokenize, inspect, merge and check training data",
         description="Prepare and inspect training data.",
         usage="megacore data {prepare,info,show,merge,check} PATH ... [--option ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("action", choices=sorted(_ACTIONS), help="what to do")

@@ -24,9 +24,7 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine and this installation",
         description="Check this machine and this installation.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
 

@@ -32,12 +32,10 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "echo",
-        help="simulate how hot experts are cloned to balance the ranks",
         description="Compare planners of clones on synthetic or recorded routings.",
         usage="megacore echo simulate [--option ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     count = functools.partial(add, type=whole_number)

@@ -29,13 +29,11 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "eval",
-        help="compute loss and perplexity of trained weights",
         description="Compute loss and perplexity of a run, a checkpoint or a Hugging Face folder: "
         "on the validation sets of the run (train.eval_steps batches of each, as in training), or "
         "on other data. Settings of the run can be changed: --model.seq_length=512, "
         "--parallel.tp=2.",
         usage="megacore eval RUN [--data DATA] [--nproc N] [--json] [--section.key=value ...]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "weights",

@@ -17,10 +17,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "export-hf",
-        help="write a checkpoint as a Hugging Face model",
         description="Write the weights of a checkpoint, of any layout, as a Hugging Face model "
         "folder: safetensors, config.json, generation_config.json and the tokenizer.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint",

@@ -21,10 +21,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "generate",
-        help="continue a text with a trained checkpoint",
         description="Continue texts with a trained checkpoint, on one device.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint",

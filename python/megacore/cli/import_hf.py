@@ -15,10 +15,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "import-hf",
-        help="convert a Hugging Face model to a checkpoint",
         description="Make a checkpoint and a configuration from a model in the folder format of "
         "Hugging Face. Nothing is downloaded.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder",

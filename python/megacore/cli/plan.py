@@ -40,13 +40,11 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "plan",
-        help="show layout, memory and schedule of a run without starting it",
         description="Show layout, memory and schedule of a run without starting it.",
         usage="megacore plan CONFIG [--world-size N] [--buffers|--shard D|--echo] [--json]\n"
         "       megacore plan CONFIG --gpus N[,N...] [--device NAME] [--search] ...\n"
         "       [--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
-        allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
     parser.add_argument(

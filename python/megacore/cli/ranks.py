@@ -36,11 +36,9 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "ranks",
-        help="show which ranks form a group, for a layout",
         description="Show which ranks form a group. What the sizes leave over is data parallel.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     sizes = (
         ("--tp", 1, "tensor parallel ranks of dense layers"),

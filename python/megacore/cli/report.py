@@ -13,11 +13,9 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "report",
-        help="write the report of a run, or compare two runs",
         description="Write report.html of a run from its files, also while it runs; with two runs, "
         "write a page that compares them.",
         usage="megacore report RUN [OTHER] [-o FILE]",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument(

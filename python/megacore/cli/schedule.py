@@ -53,11 +53,9 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "schedule",
-        help="show a pipeline schedule: who runs what, when",
         description="Build a pipeline schedule, prove it free of deadlock, simulate and show it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", help="for example 1f1b, interleaved_1f1b or zb_v")
     parser.add_argument(

@@ -15,13 +15,11 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "trace",
-        help="join the profiles of all ranks of a run",
         description="Join the profiles of all ranks (debug.profile_steps) on one clock, in one "
         "file for ui.perfetto.dev.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="merge")
-    merge = actions.add_parser("merge", help="write one trace", allow_abbrev=False)
+    merge = actions.add_parser("merge", help="write one trace")
     merge.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     merge.add_argument(
         "--out",

@@ -32,12 +32,10 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "train",
-        help="train the model described by a TOML file",
         description="Train the model described by a TOML file.",
         usage="megacore train CONFIG [--nproc N] [--section.key=value ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
     parser.add_argument(

@@ -18,11 +18,9 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser(
         "why-hung",
-        help="show which ranks of a run wait for whom, and why",
         description="Show which ranks of a run wait for whom, and why.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="folder of the run (run.dir)")
     parser.add_argument(
