@@ -90,7 +90,7 @@ def _plain_key(text: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in text.split("."))
 
 
-# ---- writing --------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def config_to_toml(config: Config) -> str:

@@ -16,7 +16,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacore._core import (
     Action,
@@ -27,6 +27,7 @@ from megacore._core import (
     StateMachine,
     validate_programs,
 )
+from megacore.lazy import lazy_names
 from megacore.pipeline.auto import Certificate
 from megacore.pipeline.build import (
     SCHEDULE_NAMES,
@@ -78,18 +79,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Schedules are pure values; torch is imported only when one is to be run.
-    if name in ("ActivationSpec", "receives_for"):
-        from megacore.pipeline import activation
-
-        return getattr(activation, name)
-    if name in ("PipelineExecutor", "StepLosses", "forward_backward"):
-        from megacore.pipeline import executor
-
-        return getattr(executor, name)
-    if name == "get_forward_backward_func":
-        from megacore.pipeline.megatron_api import get_forward_backward_func
-
-        return get_forward_backward_func
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Schedules are pure values; torch is imported only when one is to be run.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ActivationSpec": "activation",
+        "PipelineExecutor": "executor",
+        "StepLosses": "executor",
+        "forward_backward": "executor",
+        "get_forward_backward_func": "megatron_api",
+        "receives_for": "activation",
+    },
+)

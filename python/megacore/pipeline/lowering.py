@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from megacore import _core
-from megacore._core import Program
-
 Receives = Literal["ahead", "in_order"]
 
 
@@ -45,33 +42,18 @@ class Lowering:
     recompute: Recompute | None = None
 
 
-def lower(schedule: _core.Schedule, lowering: Lowering) -> list[Program]:
-    """Lower a native schedule and prove the programs of all ranks."""
-    programs = _core.lower(schedule, **_native_options(lowering))
-    _core.validate_programs(programs)
-    return programs
-
-
-def lower_rank(schedule: _core.Schedule, lowering: Lowering, rank: int, *, prove: bool) -> Program:
-    """Make the program of one rank.
-
-    Args:
-        schedule: The native schedule.
-        lowering: Options.
-        rank: Pipeline rank.
-        prove: Prove it together with the programs of all other ranks, which are made and dropped
-            one by one.
-    """
-    return _core.lower_rank(schedule, rank, **_native_options(lowering), prove=prove)
-
-
 class _Options(TypedDict):
     in_order: bool
     ahead: int
     recompute: tuple[int, int] | None
 
 
-def _native_options(lowering: Lowering) -> _Options:
+def native_options(lowering: Lowering) -> _Options:
+    """Return the arguments of the native core's ``lower`` and ``lower_rank``.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
     if lowering.receives not in ("ahead", "in_order"):
         raise ValueError(f"receives must be 'ahead' or 'in_order', got {lowering.receives!r}")
     recompute = lowering.recompute

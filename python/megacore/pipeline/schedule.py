@@ -10,7 +10,7 @@ from typing import Any
 from megacore import _core
 from megacore._core import Action, LowerBound, Program
 from megacore.pipeline.auto import Certificate
-from megacore.pipeline.lowering import Lowering, Receives, Recompute, lower, lower_rank
+from megacore.pipeline.lowering import Lowering, Receives, Recompute, native_options
 from megacore.pipeline.timeline import Costs, Timeline, entries
 
 _DEFAULT_COSTS = Costs()
@@ -153,7 +153,9 @@ class Schedule:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
         lowering = Lowering(receives=receives, recompute=recompute)
-        program = lower_rank(self._native, lowering, rank, prove=lowering not in self._proved)
+        program = _core.lower_rank(
+            self._native, rank, **native_options(lowering), prove=lowering not in self._proved
+        )
         self._proved.add(lowering)
         return program
 
@@ -200,7 +202,9 @@ class Schedule:
             >>> schedule.lower(Lowering(recompute=Recompute(keep=1)))[0].to_text()
             '0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0RECOMPUTE1 0B1'
         """
-        return lower(self._native, lowering)
+        programs = _core.lower(self._native, **native_options(lowering))
+        _core.validate_programs(programs)
+        return programs
 
     def simulate(self, costs: Costs = _DEFAULT_COSTS) -> Timeline:
         """Run the schedule on paper: every action as early as its inputs and its rank allow.
