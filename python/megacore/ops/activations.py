@@ -245,6 +245,11 @@ def _activate_backward(
     return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
 
 
+def _one_dtype(grad: Tensor, x: Tensor, *rest: Any) -> bool:
+    del rest
+    return grad.dtype == x.dtype
+
+
 def _backward_fake(
     grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -274,7 +279,7 @@ _swiglu = define_op(
 _swiglu_backward = define_op(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    **native("swiglu_backward", _activate_backward, _swiglu_backward_reference),
+    **native("swiglu_backward", _activate_backward, _swiglu_backward_reference, fits=_one_dtype),
     fake=_backward_fake,
 )
 _gelu = define_op(
@@ -285,7 +290,7 @@ _gelu = define_op(
 _gelu_backward = define_op(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    **native("gelu_backward", _activate_backward, _gelu_backward_reference),
+    **native("gelu_backward", _activate_backward, _gelu_backward_reference, fits=_one_dtype),
     fake=_backward_fake,
 )
 

@@ -34,7 +34,7 @@ def counter_dropout(
         p: In ``[0, 1)``.
 
     Raises:
-        ValueError: For ids or positions of another shape, dtype or device.
+        ValueError: For a key, ids or positions of another shape, dtype or device.
 
     Example:
         >>> x, ids, positions = torch.ones(100, 1, 100), torch.tensor([7]), torch.arange(100)
@@ -51,6 +51,10 @@ def counter_dropout(
                 f"{name} must be {tuple(shape)} int64 on {x_SBH.device}, got {describe(of)}"
             )
     keys = (key, 0) if isinstance(key, Tensor) else (None, key)
+    if isinstance(key, Tensor) and (
+        key.dtype != torch.int64 or key.numel() != 1 or key.device != x_SBH.device
+    ):
+        raise ValueError(f"key must be one int64 number on {x_SBH.device}, got {describe(key)}")
     result: Tensor = _dropout(x_SBH, sample_ids_B, positions_S, *keys, p)
     return result
 

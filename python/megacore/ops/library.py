@@ -144,7 +144,7 @@ def native(
     Args:
         name: Name of the kernels.
         run: ``(kernel, *args)``: allocates the results of the operation with arguments ``args``,
-            calls ``kernel`` once and returns the results.
+            calls ``kernel`` and returns the results.
         reference: The operation with torch operations, where no kernel takes the arguments.
         fits: Returns whether the kernels take the arguments. Default: always.
         cuda_fits: Returns whether the GPU's kernel takes arguments that fit. Default: always.

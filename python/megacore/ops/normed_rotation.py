@@ -77,8 +77,9 @@ def _backward_fits(
     sin: Tensor,
     *needs: bool,
 ) -> bool:
-    del grad_q, grad_k, grad_v, scale, needs
-    return _fits(qkv, q_weight, k_weight, cos, sin, len(q_weight), 0.0)
+    del scale, needs
+    same = all(grad.dtype == qkv.dtype for grad in (grad_q, grad_k, grad_v))
+    return same and _fits(qkv, q_weight, k_weight, cos, sin, len(q_weight), 0.0)
 
 
 def _cuda_fits(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, *rest: Any) -> bool:

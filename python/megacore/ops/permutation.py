@@ -218,11 +218,17 @@ def _sorts(expert_of: Tensor, num_experts: int) -> bool:
 
 
 def _permute_rows(
-    kernel: Kernel, tokens: Tensor, row_map: Tensor, num_rows: int, weights: Tensor | None
+    kernel: Kernel,
+    tokens: Tensor,
+    row_map: Tensor,
+    num_rows: int,
+    weights: Tensor | None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
-    rows = tokens.new_empty(num_rows, tokens.shape[1])
+    rows = tokens.new_empty(num_rows, tokens.shape[1]) if out is None else out
     workspace = {}
     if tokens.is_cuda:
         is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
@@ -256,8 +262,10 @@ def _permute_both_rows(
     kernel: Kernel, tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     rows = _permute_rows(kernel, tokens, row_map, num_rows, None)
-    row_probs = _permute_rows(kernel, *_as_tokens(probs, row_map), num_rows, None)
-    return rows, row_probs.flatten()
+    # Not a view, which could not be changed in place.
+    row_probs = probs.new_empty(num_rows)
+    _permute_rows(kernel, *_as_tokens(probs, row_map), num_rows, None, out=row_probs.view(-1, 1))
+    return rows, row_probs
 
 
 def _unpermute_both_rows(
@@ -282,7 +290,7 @@ def _permute_both_reference(
     tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     row_probs = permute_reference(*_as_tokens(probs, row_map), num_rows)
-    return permute_reference(tokens, row_map, num_rows), row_probs.flatten()
+    return permute_reference(tokens, row_map, num_rows), row_probs.flatten().clone()
 
 
 def _unpermute_both_reference(
@@ -290,6 +298,11 @@ def _unpermute_both_reference(
 ) -> tuple[Tensor, Tensor]:
     probs = unpermute_reference(*_as_tokens(row_probs, row_map))
     return unpermute_reference(rows, row_map), probs.view(row_map.shape)
+
+
+def _one_dtype(tokens: Tensor, rows: Tensor, row_map: Tensor) -> bool:
+    del row_map
+    return tokens.dtype == rows.dtype
 
 
 def _dot_rows(kernel: Kernel, tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
@@ -380,7 +393,7 @@ _unpermute_both = define_op(
 )
 _row_dots = define_op(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
-    **native("row_dots", _dot_rows, _row_dots_reference),
+    **native("row_dots", _dot_rows, _row_dots_reference, fits=_one_dtype),
     fake=_row_dots_fake,
 )
 
@@ -400,23 +413,41 @@ def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_tokens, None, None, grad_weights
 
 
-def _both_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    del output
+def _permute_both_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    needs = zip(output, ctx.needs_input_grad, strict=False)
+    ctx.mark_non_differentiable(*(part for part, needed in needs if not needed))
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[2])
 
 
-def _both_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
+def _permute_both_backward(
+    ctx: Any, grad: Tensor | None, grad_probs: Tensor | None
+) -> tuple[Tensor | None, ...]:
     (row_map,) = ctx.saved_tensors
-    # A split backward pass requests one of the two at a time.
-    of_tokens, of_probs = ctx.needs_input_grad[:2]
-    grads: list[Tensor | None] = [None, None]
-    if of_tokens and of_probs:
-        grads = [*_unpermute_both(grad, grad_probs, row_map)]
-    elif of_tokens:
-        grads[0] = _unpermute(grad, row_map, None)
-    elif of_probs:
-        grads[1] = _unpermute(*_as_tokens(grad_probs, row_map), None).view(row_map.shape)
-    return *grads, None, None
+    # A split backward pass may request one of the two at a time.
+    grad, grad_probs = (
+        given if needed else None
+        for given, needed in zip((grad, grad_probs), ctx.needs_input_grad, strict=False)
+    )
+    if grad is not None and grad_probs is not None:
+        return *_unpermute_both(grad, grad_probs, row_map), None, None
+    of_tokens = None if grad is None else _unpermute(grad, row_map, None)
+    of_probs = None
+    if grad_probs is not None:
+        of_probs = _unpermute(*_as_tokens(grad_probs, row_map), None).view(row_map.shape)
+    return of_tokens, of_probs, None, None
+
+
+def _unpermute_both_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    del output
+    ctx.num_rows = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[2])
+
+
+def _unpermute_both_backward(
+    ctx: Any, grad: Tensor, grad_probs: Tensor
+) -> tuple[Tensor | None, ...]:
+    return *_permute_both(grad, grad_probs, ctx.saved_tensors[0], ctx.num_rows), None
 
 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -439,4 +470,5 @@ def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define_gradient(_permute, _permute_backward, _permute_setup)
 define_gradient(_unpermute, _unpermute_backward, _unpermute_setup)
-define_gradient(_permute_both, _both_backward, _both_setup)
+define_gradient(_permute_both, _permute_both_backward, _permute_both_setup)
+define_gradient(_unpermute_both, _unpermute_both_backward, _unpermute_both_setup)

@@ -204,13 +204,25 @@ def _backward_fake(
 _split_and_rotate = define_op(
     "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
     "-> (Tensor, Tensor, Tensor)",
-    **native("split_and_rotate", _run, split_and_rotate_reference, fits=_fits),
+    **native(
+        "split_and_rotate",
+        _run,
+        split_and_rotate_reference,
+        fits=_fits,
+        cuda_fits=lambda *args: args[3] % 2 == 0,
+    ),
     fake=_split_and_rotate_fake,
 )
 _split_and_rotate_backward = define_op(
     "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
     "Tensor sin) -> Tensor",
-    **native("split_and_rotate", _run_backward, _backward_reference, fits=_backward_fits),
+    **native(
+        "split_and_rotate",
+        _run_backward,
+        _backward_reference,
+        fits=_backward_fits,
+        cuda_fits=lambda grad_q, *_: grad_q.shape[-1] % 2 == 0,
+    ),
     fake=_backward_fake,
 )
 

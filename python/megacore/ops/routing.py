@@ -332,6 +332,7 @@ _route_backward = define_op(
         "route_backward",
         _run_backward,
         _backward_reference,
+        fits=lambda grad_probs, logits, *_: logits.dtype == grad_probs.dtype,
         cuda_fits=_backward_fits,
         dtypes=_DTYPES,
     ),

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacore.ops import cuda_module, library
-from megacore.ops.gemm_cuda import launch_grouped
+from megacore.ops import cuda_module, gemm_cuda, library
 
 STUB = Path(library.__file__).parents[1] / "_cuda.pyi"
 MODULES = (
@@ -78,8 +77,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(Tensor, "data_ptr", lambda _: 4096)
+    gemm_cuda._workspace_bytes.cache_clear()
     with FakeTensorMode():
         yield stand_in
+    gemm_cuda._workspace_bytes.cache_clear()
 
 
 def gpu_implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -189,7 +190,9 @@ def test_the_kernel_is_called_as_its_stub_declares(
 def test_grouped_products_are_called_as_the_stub_declares(kernels: Kernels, product: Any) -> None:
     rows, weights = on_gpu(T, H, dtype=torch.bfloat16), on_gpu(E, H, H)
     second, out = (rows, weights) if product == "weight_grad" else (weights.bfloat16(), rows)
-    launch_grouped(product, rows, second, ids(E), out, accumulate_mask=None, first_row=ids())
+    gemm_cuda.launch_grouped(
+        product, rows, second, ids(E), out, accumulate_mask=None, first_row=ids()
+    )
     assert kernels.called == ["grouped_gemm"]
 
 

@@ -82,3 +82,14 @@ def test_a_second_derivative_is_refused() -> None:
     [grad] = torch.autograd.grad(swiglu(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_a_kernel_of_one_dtype_gets_no_tensors_of_two() -> None:
+    # The first argument alone would fit: these went to a kernel that read the others wrongly.
+    ops = torch.ops.megacore
+    grad, logits, ids = torch.ones(2, 1), torch.zeros(2, 4).bfloat16(), torch.zeros(2, 1).long()
+    rule = None, None, None, 1, False, False, True, 1.0, 0.0, 0.0
+    assert ops.route_backward(grad, logits, ids, *rule).dtype == torch.bfloat16
+    assert ops.row_dots(torch.ones(1, 2), torch.ones(1, 2).double(), ids[:1]).tolist() == [[2.0]]
+    grad_x, _ = ops.swiglu_backward(torch.ones(2, 1), torch.ones(2, 2).bfloat16(), None)
+    assert grad_x.dtype == torch.bfloat16

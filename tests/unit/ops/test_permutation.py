@@ -144,6 +144,21 @@ def test_tokens_and_probabilities_together_have_the_bits_of_each(
         assert torch.equal(one, other)
 
 
+def test_tokens_and_probabilities_together_need_only_the_gradients_that_are_asked_for() -> None:
+    row_map, _ = sort_by_expert(torch.tensor([[1, 0], [0, 1]]), 2)
+    tokens, probs = torch.ones(2, 3), torch.ones(2, 2, requires_grad=True)
+    rows, row_probs = permute_with_probs(tokens, probs, row_map, 4)
+    assert (rows.requires_grad, row_probs.requires_grad) == (False, True)
+    row_probs.mul_(2)
+    row_probs.sum().backward()
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    tokens.requires_grad_()
+    _, row_probs = permute_with_probs(tokens, probs, row_map, 4)
+    (grad,) = torch.autograd.grad(row_probs.sum(), [tokens], allow_unused=True)
+    assert grad is None
+
+
 def test_fewer_rows_are_enough_when_the_caller_knows_it() -> None:
     expert_of = torch.tensor([[-1], [0], [-1]])
     row_map, _ = sort_by_expert(expert_of, 1)
@@ -183,6 +198,7 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     wide = [x.detach().double().requires_grad_() for x in (tokens, rows, weights)]
     assert torch.autograd.gradcheck(lambda t, _, w: permute(t, row_map, 8, w), wide)
     assert torch.autograd.gradcheck(lambda t, _, w: permute_with_probs(t, w, row_map, 8), wide)
+    assert torch.autograd.gradgradcheck(lambda t, _, w: ops.permute_both(t, w, row_map, 8), wide)
     assert torch.autograd.gradcheck(lambda _, r, w: unpermute(r, row_map, w), wide)
 
 

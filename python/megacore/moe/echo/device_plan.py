@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megacore import _core
 from megacore.moe.echo.plan import OffloadPlan, require_options
-from megacore.ops import cuda_kernels, has_cuda_kernels
-from megacore.ops.library import define_op, describe
+from megacore.ops import has_cuda_kernels
+from megacore.ops.library import define_op, describe, launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,19 +156,19 @@ def _plan_cuda(
     num_ranks, num_experts = counts.shape
     plan = _plan_fake(counts, num_spare_slots, planner, tolerance, min_imbalance, domain_size)
     names = ("slot_expert", "rerouted", "load_before", "load_after", "summary", "elapsed_ns")
-    with torch.cuda.device(counts.device):
-        cuda_kernels().plan_offload(
-            counts=counts.data_ptr(),
-            num_ranks=num_ranks,
-            num_experts=num_experts,
-            num_spare_slots=num_spare_slots,
-            planner=planner,
-            tolerance_per_million=tolerance,
-            min_imbalance_per_million=min_imbalance,
-            domain_size=domain_size,
-            **{name: part.data_ptr() for name, part in zip(names, plan, strict=True)},
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+    launch(
+        "plan_offload",
+        counts,
+        counts=counts.data_ptr(),
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_spare_slots=num_spare_slots,
+        planner=planner,
+        tolerance_per_million=tolerance,
+        min_imbalance_per_million=min_imbalance,
+        domain_size=domain_size,
+        **{name: part.data_ptr() for name, part in zip(names, plan, strict=True)},
+    )
     return plan
 
 
