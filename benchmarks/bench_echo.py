@@ -5,7 +5,7 @@
     python benchmarks/bench_echo.py --parts gpu
 
 The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
-severe. "documented" is the ECHO documents' planner (planner="echo"), "balanced n%" ours with that
+severe. "echo" is the planner of the ECHO documents, "balanced n%" ours with that
 tolerance, "eplb-style" our Python of greedy replication and packing on the same step's counts. Plan
 times are those of the whole Python call, the contenders taking turns on the same inputs.
 
@@ -88,7 +88,7 @@ def median_us(run: Callable[[Counts], object], inputs: list[Counts], rounds: int
 def time_table(rounds: int) -> str:
     lines = [
         "Plan time, median microseconds (2 slots; last column: 1 slot, the least favourable loads)",
-        f"{'EP':>4} {'experts':>8} {'balanced 1%':>12} {'balanced 0%':>12} {'documented':>11} "
+        f"{'EP':>4} {'experts':>8} {'balanced 1%':>12} {'balanced 0%':>12} {'echo':>11} "
         f"{'eplb-style':>11} {'slot-limited':>13}",
     ]
     for num_ranks, num_experts in TIMED_SHAPES:
@@ -128,11 +128,11 @@ def plan_cell(inputs: list[Counts], **options: object) -> str:
 
 
 def same_load_cell(inputs: list[Counts], num_spare_slots: int) -> str:
-    """The balanced method where no rank need be below the load that documented reaches."""
+    """The balanced method where no rank need be below the load that echo reaches."""
     plans = []
     for counts in inputs:
-        documented = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
-        tolerance = min(1.0, max(0.01, documented.imbalance_after - 1))
+        echo = plan_offload(counts, num_spare_slots=num_spare_slots, planner="echo")
+        tolerance = min(1.0, max(0.01, echo.imbalance_after - 1))
         plans.append(plan_offload(counts, num_spare_slots=num_spare_slots, tolerance=tolerance))
     mean = np.mean([plan.imbalance_after for plan in plans])
     return f"{mean:.4f}/{np.mean([plan.num_clones for plan in plans]):5.1f}"
@@ -153,11 +153,9 @@ def quality_table(num_tokens: int, num_steps: int) -> str:
     lines = [
         f"Balance over all workloads, {num_tokens} tokens per rank: highest load over the mean, as",
         "mean / worst / clones (eplb-style: experts moved) / most clones of one rank's experts",
-        "equal load: balanced with documented's load as goal, 1% at least: mean / clones",
+        "equal load: balanced with echo's load as goal, 1% at least: mean / clones",
         f"{'model':<12}{'EP':>3}{'slots':>6}  {'before':>11}"
-        + "".join(
-            f"  {name:>22}" for name in ("documented", *(f"balanced {t:.0%}" for t in TOLERANCES))
-        )
+        + "".join(f"  {name:>22}" for name in ("echo", *(f"balanced {t:.0%}" for t in TOLERANCES)))
         + f"  {'equal load':>12}  {'eplb-style':>19}",
     ]
     for model, num_ranks in QUALITY_SHAPES:

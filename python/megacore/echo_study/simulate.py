@@ -58,7 +58,7 @@ class SimulationOptions:
     domain_size: int | None = None
 
 
-PLANNERS = ("none", "documented", "balanced", "eplb-style", "eplb-style, previous step")
+PLANNERS = ("none", "echo", "balanced", "eplb-style", "eplb-style, previous step")
 
 
 def simulate(
@@ -90,10 +90,8 @@ def _run(
 ) -> StepResult:
     if planner == "none":
         return _run_native(counts, options, "echo", num_spare_slots=0, timed=False)
-    if planner == "documented":
-        return _run_native(counts, options, "echo", num_spare_slots=options.num_spare_slots)
-    if planner == "balanced":
-        return _run_native(counts, options, "balanced", num_spare_slots=options.num_spare_slots)
+    if planner in ("echo", "balanced"):
+        return _run_native(counts, options, planner, num_spare_slots=options.num_spare_slots)
     known = counts if previous is None or planner == "eplb-style" else previous
     return _run_eplb(counts, known, options)
 

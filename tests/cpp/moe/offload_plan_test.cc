@@ -68,7 +68,7 @@ Routing random_routing(Random& random, int64_t num_ranks, int64_t experts_per_ra
 
 PlanSpec random_spec(Random& random, int64_t num_ranks) {
   const bool documented = random.one_in(4);
-  PlanSpec spec{.method = documented ? PlanMethod::kDocumented : PlanMethod::kBalanced,
+  PlanSpec spec{.method = documented ? PlanMethod::kEcho : PlanMethod::kBalanced,
                 .num_spare_slots = random.one_in(20) ? 0 : random.between(1, 8)};
   const std::vector<int64_t> tolerances{0, 0, 10'000, 50'000, 1'000'000};
   spec.tolerance_per_million = tolerances[static_cast<size_t>(random.between(0, 4))];
@@ -214,7 +214,7 @@ TEST(OffloadPlan, MistakesAreNamedWithTheirPlace) {
   EXPECT_TRUE(says(message_of(good, {.tolerance_per_million = -1}), "tolerance is -1"));
   EXPECT_TRUE(says(message_of(good, {.min_imbalance_per_million = 1}), "minimum imbalance is 1"));
   EXPECT_TRUE(says(message_of(good, {.domain_size = 3}), "must divide the number of ranks, 2"));
-  EXPECT_TRUE(says(message_of(good, {.method = PlanMethod::kDocumented, .domain_size = 2}),
+  EXPECT_TRUE(says(message_of(good, {.method = PlanMethod::kEcho, .domain_size = 2}),
                    "only the balanced planner"));
   EXPECT_THROW(plan_method("eplb"), std::invalid_argument);
 }

@@ -161,7 +161,7 @@ std::vector<int64_t> random_counts(std::mt19937_64& random,
 
 PlanSpec random_spec(std::mt19937_64& random, int64_t num_ranks) {
   const auto below = [&](uint64_t limit) { return static_cast<int64_t>(random() % limit); };
-  PlanSpec spec{.method = below(4) == 0 ? PlanMethod::kDocumented : PlanMethod::kBalanced,
+  PlanSpec spec{.method = below(4) == 0 ? PlanMethod::kEcho : PlanMethod::kBalanced,
                 .num_spare_slots = below(5)};
   spec.tolerance_per_million = below(3) == 0 ? 0 : below(100'000);
   spec.min_imbalance_per_million = kMillion + (below(4) == 0 ? below(kMillion) : 0);

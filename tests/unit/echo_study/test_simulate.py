@@ -45,12 +45,12 @@ def test_examples_in_the_documentation_are_right() -> None:
 
 def test_summaries_say_what_the_plans_do() -> None:
     options = SimulationOptions(num_spare_slots=1, tolerance=0.0)
-    none, documented, balanced, eplb, previous = simulate("two", [COUNTS, COUNTS], options)
+    none, echo, balanced, eplb, previous = simulate("two", [COUNTS, COUNTS], options)
     assert (none.imbalance, none.num_clones, none.remote_fraction) == (1.6, 0.0, 0.6)
-    assert (documented.imbalance, documented.num_moved_tokens) == (1.0, 30.0)
+    assert (echo.imbalance, echo.num_moved_tokens) == (1.0, 30.0)
     assert (balanced.imbalance, balanced.num_clones, balanced.bound_held) == (1.0, 1.0, 1.0)
     assert balanced.remote_fraction == pytest.approx(0.3)  # rank 1 now serves 30 of its own 50
-    assert documented.remote_fraction == pytest.approx(0.54)  # only its proportional share, 18
+    assert echo.remote_fraction == pytest.approx(0.54)  # only its proportional share, 18
     assert eplb.remote_fraction is None
     assert eplb.imbalance == previous.imbalance  # both steps are the same
 

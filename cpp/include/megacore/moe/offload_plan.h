@@ -28,7 +28,7 @@ struct OffloadPlan {
   int64_t max_load = 0;                   // highest of load_after
   int64_t num_clones = 0;
   // Rows of a static receive buffer that are sufficient for this total. Balanced: the goal load, or
-  // the load below which there is no plan if that is larger; documented: the floor average plus the
+  // the load below which there is no plan if that is larger; echo: the floor average plus the
   // remainder.
   int64_t bound = 0;
   bool bound_holds = true;  // max_load <= bound; always, if balanced and slots >= experts per rank

@@ -25,14 +25,14 @@ struct PlanShape {
 };
 
 enum class PlanMethod {
-  kDocumented,  // see team_planner.h
+  kEcho,  // see team_planner.h
   kBalanced,
 };
 
 // "echo" and "balanced". Throws std::invalid_argument for any other name.
 inline PlanMethod plan_method(std::string_view name) {
   if (name == "echo") {
-    return PlanMethod::kDocumented;
+    return PlanMethod::kEcho;
   }
   MC_REQUIRE(name == "balanced",
              "no offload planner is called \"{}\"; there are \"balanced\" and \"echo\"", name);
@@ -56,7 +56,7 @@ struct PlanSpec {
 
 // Throws std::invalid_argument for slots outside [0, 1024], a tolerance outside [0, 10^6], a
 // minimum imbalance outside [10^6, 10^9], a domain size that does not divide the number of ranks,
-// or a domain with the documented method.
+// or a domain with the echo method.
 inline void require_spec(const PlanSpec& spec, int64_t num_ranks) {
   MC_REQUIRE(spec.num_spare_slots >= 0 && spec.num_spare_slots <= kMaxSpareSlots,
              "num_spare_slots must be in [0, {}], got {}", kMaxSpareSlots, spec.num_spare_slots);

@@ -84,7 +84,7 @@ struct PlanFacts {
   int64_t total = 0;           // tokens
   int64_t highest_load = 0;    // of a rank
   int64_t largest_expert = 0;  // its tokens
-  int64_t num_spilling = 0;    // experts that spill; documented planner only
+  int64_t num_spilling = 0;    // experts that spill; echo planner only
 };
 
 // A planner's memory, cut from one array of 64-bit words.
@@ -113,7 +113,7 @@ class PlanMemory {
   MC_HOST_DEVICE PlanFacts& facts() const {
     return *reinterpret_cast<PlanFacts*>(ranks() + shape_.num_ranks + 2 * shape_.num_slots());
   }
-  // (expert,), (expert,), (expert,), (rank,): the documented planner's, in place of runs.
+  // (expert,), (expert,), (expert,), (rank,): the echo planner's, in place of runs.
   MC_HOST_DEVICE int64_t* spilled() const { return scratch(); }
   MC_HOST_DEVICE int64_t* spilling() const { return spilled() + shape_.num_experts; }
   MC_HOST_DEVICE int64_t* spilling_start() const { return spilling() + shape_.num_experts; }

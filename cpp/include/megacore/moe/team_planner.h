@@ -3,7 +3,7 @@
 //
 // Balanced. The goal is the average load plus a tolerance. A step moves tokens of one expert from a
 // rank above the goal (donor) to a rank below it with a free slot (receiver). Unlike in the
-// documented planner, a donor may give more than its surplus and take tokens of another rank later,
+// echo planner, a donor may give more than its surplus and take tokens of another rank later,
 // so that slots are fully used. Four rules for the choice of donor, receiver and amount run to
 // completion; the best result is used. If none reached the goal, which happens with few slots and
 // very uneven loads, further goals between it and the best load are tried.
@@ -18,7 +18,7 @@
 // cloned to u, whose slots were all free; u ends exactly at the goal. Each such fill reduces the
 // number of ranks below the goal by one, and while a rank is above the goal one is below it.
 //
-// Documented. Ranks above the average spill tokens, the hottest experts first; ranks below it have
+// Echo. Ranks above the average spill tokens, the hottest experts first; ranks below it have
 // room. Both are sorted, largest first, and laid on one line as intervals; where a spilled chunk
 // overlaps a room, that many tokens move: one pass, no search. Each rank keeps the largest of its
 // pieces, one per spare slot; the rest stays at home.
@@ -35,7 +35,7 @@
 // remainder is taken source by source in rank order. With the balanced planner a clone first gets
 // the tokens of its own rank and the home expert keeps those of its own rank.
 //
-// In parallel: rules and goals by one warp each; the documented planner without sorting, since
+// In parallel: rules and goals by one warp each; the echo planner without sorting, since
 // where an expert or a rank lies on the line is a sum over those before it; the split of an
 // expert's tokens over its sources by one warp per expert. O(runs * slots * (ranks + experts per
 // rank)) for the balanced planner; runs is 4 if the goal is reached at once and at most 100.
@@ -286,7 +286,7 @@ class TeamPlanner {
     }
   }
 
-  // ---- documented
+  // ---- echo
 
   // Whether `a` at index i precedes `b` at index j in a stable descending order.
   MC_TEAM_CODE static bool stands_before(int64_t a, int64_t i, int64_t b, int64_t j) {
