@@ -12,8 +12,6 @@ using moe::CloneExchange;
 using moe::CloneLayout;
 using moe::CloneTable;
 
-uintptr_t address(const std::byte* memory) { return reinterpret_cast<uintptr_t>(memory); }
-
 void bind_clones_values(py::module_& module) {
   py::class_<CloneLayout>(module, "CloneLayout")
       .def(py::init(
@@ -50,18 +48,6 @@ void bind_clones(py::module_& module) {
   py::class_<CloneExchange>(module, "CloneExchange")
       .def(py::init<parallel::HostWindow&, const CloneLayout&>(), py::arg("window"),
            py::arg("layout"), py::keep_alive<1, 2>())
-      .def(
-          "weights",
-          [](const CloneExchange& self, int64_t projection) {
-            return address(self.weights(projection));
-          },
-          py::arg("projection"))
-      .def(
-          "grads",
-          [](const CloneExchange& self, int64_t projection) {
-            return address(self.grads(projection));
-          },
-          py::arg("projection"))
       .def("open", &CloneExchange::open, no_gil())
       .def(
           "push",

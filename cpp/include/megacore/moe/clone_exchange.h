@@ -5,7 +5,7 @@
 //   clones.open();                          // the slots here may be written
 //   clones.push(0, weights, table);         // waits until all slots may be, then writes
 //   clones.wait_for_weights(0);             // waits until all have pushed
-//   ... clones compute with weights(0), into grads(0) after reserve_grads(0) ...
+//   ... clones compute with the weights here, and their gradients after reserve_grads(0) ...
 //   clones.offer_grads(0);
 //   clones.collect(0, dtype, total, table); // waits; adds the gradients of my experts' clones
 //
@@ -33,9 +33,6 @@ class CloneExchange {
 
   // REQUIRES: the window has kWindowParts parts and layout.bytes(ranks) bytes, and outlives this.
   CloneExchange(parallel::HostWindow& window, const CloneLayout& layout);
-
-  std::byte* weights(int64_t projection) const { return weights(window_.position(), projection); }
-  std::byte* grads(int64_t projection) const { return grads(window_.position(), projection); }
 
   void open();
   void push(int64_t projection, const std::byte* weights, const CloneTable& table);
