@@ -30,9 +30,7 @@ py::array_t<int64_t> share(const py::object& plan,
 
 void bind_offload_plan(py::module_& module) {
   py::class_<OffloadPlan>(module, "OffloadPlan")
-      .def_readonly("num_ranks", &OffloadPlan::num_ranks)
       .def_readonly("num_experts", &OffloadPlan::num_experts)
-      .def_readonly("num_spare_slots", &OffloadPlan::num_spare_slots)
       .def_readonly("max_load", &OffloadPlan::max_load)
       .def_readonly("num_clones", &OffloadPlan::num_clones)
       .def_readonly("bound", &OffloadPlan::bound)
@@ -58,6 +56,8 @@ void bind_offload_plan(py::module_& module) {
         const auto& plan = self.cast<const OffloadPlan&>();
         return share(self, plan.load_after, {plan.num_ranks});
       });
+  module.attr("DEFAULT_TOLERANCE") = static_cast<double>(moe::PlanSpec{}.tolerance_per_million) /
+                                     static_cast<double>(moe::kMillion);
   module.def(
       "plan_offload",
       [](const CountArray& counts, const std::string& planner, int64_t num_spare_slots,

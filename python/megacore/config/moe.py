@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from megacore._core import DEFAULT_TOLERANCE
 from megacore.config.base import Section, check_pattern, letter_of_layer
 
 
@@ -25,7 +26,7 @@ class EchoConfig(Section):
         "it, or `echo`, that of the ECHO documents, for comparison.",
     )
     tolerance: float = Field(
-        default=0.01,
+        default=DEFAULT_TOLERANCE,
         ge=0.0,
         le=1.0,
         description="`balanced`: excess load over the mean that is not worth a clone, as a "

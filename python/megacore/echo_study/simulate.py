@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megacore._core import DEFAULT_TOLERANCE
 from megacore.echo_study.baselines import place_by_load
 from megacore.moe.echo.plan import Counts, OffloadPlan, plan_offload
 
@@ -54,7 +55,7 @@ class SimulationOptions:
     """Planner options; see :func:`megacore.moe.plan_offload`."""
 
     num_spare_slots: int = 2
-    tolerance: float = 0.01
+    tolerance: float = DEFAULT_TOLERANCE
     domain_size: int | None = None
 
 

@@ -82,7 +82,7 @@ def plan_offload_on_device(
     *,
     num_spare_slots: int,
     planner: Literal["balanced", "echo"] = "balanced",
-    tolerance: float = 0.01,
+    tolerance: float = _core.DEFAULT_TOLERANCE,
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
 ) -> DevicePlan:
@@ -121,10 +121,6 @@ def plan_offload_on_device(
         raise ValueError(f"the counts {describe(counts)} must be (R, E) int64")
     if num_spare_slots < 0:
         raise ValueError(f"num_spare_slots must be at least 0, got {num_spare_slots}")
-    if domain_size is not None and planner != "balanced":
-        raise ValueError(
-            f"domain_size is {domain_size}, but only the balanced planner knows domains"
-        )
     return DevicePlan(
         planner,
         counts.shape[1],

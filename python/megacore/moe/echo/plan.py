@@ -147,7 +147,7 @@ def plan_offload(
     *,
     num_spare_slots: int,
     planner: Literal["balanced", "echo"] = "balanced",
-    tolerance: float = 0.01,
+    tolerance: float = _core.DEFAULT_TOLERANCE,
     min_imbalance: float = 1.0,
     domain_size: int | None = None,
 ) -> OffloadPlan:
