@@ -7,6 +7,7 @@ its slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,9 +15,71 @@ from torch import Tensor
 
 from megacore.ops.library import define_op, native
 
-# Order of the sums: cpp/include/megacore/moe/echo_counts.h.
-BYTES_SENT = 6
 _DTYPES = (torch.float64,)
+
+@dataclass(kw_only=True)
+class EchoCounts:
+    """Sums over the plans of a layer since the last reset, on this rank.
+
+    The sums are accumulated on the device, in the order of the attributes, which is that of
+    ``cpp/include/megacore/moe/echo_counts.h``, and read together with the other counters of a step.
+
+    Attributes:
+        num_plans: Number of plans, one per forward pass.
+        highest_before: Max load over ranks without the plan.
+        highest_after: Max load over ranks with the plan.
+        mean_load: Mean load over ranks.
+        num_clones: Number of clones.
+        num_moved: Copies of tokens computed by clones.
+        bytes_sent: Bytes that this rank sent for clones: weights, in both passes, and gradients.
+        plan_us: Planning time, microseconds.
+    """
+
+    num_plans: float = 0.0
+    highest_before: float = 0.0
+    highest_after: float = 0.0
+    mean_load: float = 0.0
+    num_clones: float = 0.0
+    num_moved: float = 0.0
+    bytes_sent: float = 0.0
+    plan_us: float = 0.0
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max load over mean load without clones, over all plans."""
+        return self.highest_before / self.mean_load if self.mean_load else 1.0
+
+    @property
+    def imbalance_after(self) -> float:
+        """Max load over mean load with clones, over all plans."""
+        return self.highest_after / self.mean_load if self.mean_load else 1.0
+
+    def as_record(self) -> dict[str, float]:
+        """Convert sums over all ranks to the fields of a layer in ``metrics.jsonl``.
+
+        Example:
+            >>> EchoCounts(num_plans=2, highest_before=30, highest_after=20, mean_load=20,
+            ...            num_clones=3).as_record()["imbalance_before"]
+            1.5
+        """
+        plans = max(1.0, self.num_plans)
+        return {
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "num_clones": self.num_clones / plans,
+            "num_moved_copies": self.num_moved / plans,
+            "bytes_sent": self.bytes_sent,
+            "plan_us": self.plan_us / plans,
+        }
+
+    @classmethod
+    def of_list(cls, values: list[float]) -> EchoCounts:
+        """Build counts from sums in the order of the attributes, of one rank or of all."""
+        return cls(**dict(zip(ECHO_SUMS, values, strict=True)))
+
+
+ECHO_SUMS = tuple(each.name for each in fields(EchoCounts))
+BYTES_SENT = ECHO_SUMS.index("bytes_sent")
 
 
 def count_plan_(
@@ -32,8 +95,7 @@ def count_plan_(
     """Add a plan to the sums, and count the copies of each expert wherever they went.
 
     Args:
-        sums: ``(8,)``, float64, changed: plans, highest load before and after, mean load, clones,
-            copies moved, bytes sent, microseconds of planning.
+        sums: ``(8,)``, float64, in the order of `EchoCounts`; changed.
         slot_expert: ``(R, k)``, int64; as the next four from
             :class:`megacore.moe.echo.device_plan.DevicePlan`.
         rerouted: ``(R, R, k)``, int64.
@@ -77,17 +139,17 @@ def _count_plan_reference(sums: Tensor, slot_expert: Tensor, *args: Any) -> Tens
     rerouted, load_before, summary, elapsed_ns, copies_of_place, num_experts = args
     num_ranks = slot_expert.shape[0]
     total = load_before.sum()
-    values = (
-        torch.ones_like(total),
-        load_before.max(),
-        summary[0],
-        total.double() / num_ranks,
-        summary[1],
-        rerouted.sum(),
-        torch.zeros_like(total),
-        elapsed_ns[0].double() / 1e3,
-    )
-    sums.add_(torch.stack([value.double() for value in values]))
+    added = {
+        "num_plans": torch.ones_like(total),
+        "highest_before": load_before.max(),
+        "highest_after": summary[0],
+        "mean_load": total.double() / num_ranks,
+        "num_clones": summary[1],
+        "num_moved": rerouted.sum(),
+        "bytes_sent": torch.zeros_like(total),
+        "plan_us": elapsed_ns[0].double() / 1e3,
+    }
+    sums.add_(torch.stack([added[name].double() for name in ECHO_SUMS]))
     home = torch.arange(num_experts, device=sums.device).view(num_ranks, -1)
     slots = torch.where(slot_expert < 0, num_experts, slot_expert)
     # The last entry is for unused slots.

@@ -13,8 +13,8 @@ from megacore.config import MoEConfig
 from megacore.errors import MegacoreError
 from megacore.models.gpt import GPTChunk
 from megacore.models.stage import Stage
-from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.router import update_expert_biases
+from megacore.ops.echo_counts import ECHO_SUMS, EchoCounts
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -102,7 +102,7 @@ class ExpertLoadMeter:
         self._num_values = num_microbatches * groups.topology.world_size // groups.topology.pp
         self._num_reruns = 0
         self._has_clones = moe.echo.num_spare_slots > 0 and groups.ep.size > 1
-        num_echo = len(EchoCounts().as_list()) if self._has_clones else 0
+        num_echo = len(ECHO_SUMS) if self._has_clones else 0
         self._row_size = moe.num_experts + 4 + num_echo
 
     def attempts(self, what: str) -> Iterator[None]:

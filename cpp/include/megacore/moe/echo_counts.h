@@ -40,7 +40,7 @@ struct EchoReport {
   const int64_t* elapsed_ns = nullptr;   // (1)
 };
 
-// Sums over plans, as EchoCounts in Python has them.
+// Sums over plans, in the order of EchoCounts in Python.
 enum EchoSum : int {
   kNumPlans,
   kHighestBefore,

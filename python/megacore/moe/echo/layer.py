@@ -34,74 +34,10 @@ from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.moe.experts import GroupedExperts
-from megacore.ops.echo_counts import BYTES_SENT, count_held_, count_plan_
+from megacore.ops.echo_counts import BYTES_SENT, ECHO_SUMS, EchoCounts, count_held_, count_plan_
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
-
-
-@dataclass(kw_only=True)
-class EchoCounts:
-    """Sums over the plans of a layer since the last reset, on this rank.
-
-    The sums are accumulated on the device and read together with the other counters of a step.
-
-    Attributes:
-        num_plans: Number of plans, one per forward pass.
-        highest_before: Max load over ranks without the plan.
-        highest_after: Max load over ranks with the plan.
-        mean_load: Mean load over ranks.
-        num_clones: Number of clones.
-        num_moved: Copies of tokens computed by clones.
-        bytes_sent: Bytes that this rank sent for clones: weights, in both passes, and gradients.
-        plan_us: Planning time, microseconds.
-    """
-
-    num_plans: float = 0.0
-    highest_before: float = 0.0
-    highest_after: float = 0.0
-    mean_load: float = 0.0
-    num_clones: float = 0.0
-    num_moved: float = 0.0
-    bytes_sent: float = 0.0
-    plan_us: float = 0.0
-
-    @property
-    def imbalance_before(self) -> float:
-        """Max load over mean load without clones, over all plans."""
-        return self.highest_before / self.mean_load if self.mean_load else 1.0
-
-    @property
-    def imbalance_after(self) -> float:
-        """Max load over mean load with clones, over all plans."""
-        return self.highest_after / self.mean_load if self.mean_load else 1.0
-
-    def as_record(self) -> dict[str, float]:
-        """Convert sums over all ranks to the fields of a layer in ``metrics.jsonl``.
-
-        Example:
-            >>> EchoCounts(num_plans=2, highest_before=30, highest_after=20, mean_load=20,
-            ...            num_clones=3).as_record()["imbalance_before"]
-            1.5
-        """
-        plans = max(1.0, self.num_plans)
-        return {
-            "imbalance_before": self.imbalance_before,
-            "imbalance_after": self.imbalance_after,
-            "num_clones": self.num_clones / plans,
-            "num_moved_copies": self.num_moved / plans,
-            "bytes_sent": self.bytes_sent,
-            "plan_us": self.plan_us / plans,
-        }
-
-    def as_list(self) -> list[float]:
-        """The values in the order of the attributes."""
-        return [getattr(self, each.name) for each in fields(self)]
-
-    @classmethod
-    def of_list(cls, values: list[float]) -> EchoCounts:
-        """Build counts from :meth:`as_list`, optionally summed over ranks."""
-        return cls(**{each.name: value for each, value in zip(fields(cls), values, strict=True)})
 
 
 class ReceiveBudget:
@@ -189,7 +125,7 @@ class Echo:
         self.placement = placement
         self.places = placement.with_slots(config.num_spare_slots)
         self.config = config
-        self.sums = torch.zeros(len(fields(EchoCounts)), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(ECHO_SUMS), dtype=torch.float64, device=device)
         self._no_copies = torch.zeros(placement.num_experts, dtype=torch.int64, device=device)
         self._ep = ep
         self.slots = slots

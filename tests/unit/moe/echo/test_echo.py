@@ -27,9 +27,9 @@ from megacore.moe.dispatchers import device_peers
 from megacore.moe.echo import memory as clone_memory
 from megacore.moe.echo.clones import FC1
 from megacore.moe.echo.device_plan import plan_offload_on_device
-from megacore.moe.echo.layer import EchoCounts
 from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
+from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.process_groups import Group
 from megacore.report.echo_load import echo_sentence, echo_series
 from megacore.train.meters import ExpertMetrics
@@ -252,7 +252,7 @@ def make_metrics() -> ExpertMetrics:
         num_over_budget=0,
         aux_loss=0.0,
         z_loss=0.0,
-        echo={1: EchoCounts.of_list(counts.as_list())},
+        echo={1: EchoCounts.of_list(list(vars(counts).values()))},
     )
 
 
