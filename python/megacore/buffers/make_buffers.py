@@ -25,8 +25,8 @@ def make_buffers(
     Gradients are averaged over ``groups.dp_cp``. An expert's gradient is a sum over the tokens of
     all ranks that send to the expert, so its mean over the replicas of the expert is scaled down
     to that of a dense parameter. With two copies of the model, each has the gradient of half the
-    microbatches; the mean over both is doubled, which makes it their sum. Sequence-parallel
-    replicas first need a sum over tp; in a separate buffer, they delay no other parameter.
+    microbatches; the mean over both is doubled, which makes it their sum. Gradients that are
+    partial over tp first need a sum; in a separate buffer, they delay no other parameter.
 
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.

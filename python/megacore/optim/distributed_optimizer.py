@@ -26,7 +26,7 @@ from megacore.optim.gradients import (
     grad_ranges,
     needs_sum,
     norm_parts,
-    sum_sequence_parallel_grads,
+    sum_partial_grads,
     sum_shared_grads,
 )
 from megacore.optim.param_group import ParamGroup, check_patterns
@@ -104,8 +104,8 @@ _SCALARS = tuple(position.name.lower() for position in StateAt)
 class DistributedOptimizer:
     """AdamW with its state sharded over the data-parallel ranks, or replicated on each.
 
-    A step processes the gradients accumulated in the buffers: sums over tied and sequence-parallel
-    replicas, mean over data-parallel ranks, norm and clipping, fp32 update of the owned slices,
+    A step processes the gradients accumulated in the buffers: sums over tied replicas and over
+    tp, mean over data-parallel ranks, norm and clipping, fp32 update of the owned slices,
     all-gather of the updated parameters. If any gradient is not finite, all ranks skip the update.
 
     Args:
@@ -316,7 +316,7 @@ class DistributedOptimizer:
         if self._is_reduced:
             return
         sum_shared_grads(self.buffers, self._groups)
-        sum_sequence_parallel_grads(self.buffers, self._groups)
+        sum_partial_grads(self.buffers, self._groups)
         if self._reducer is not None:
             self._reducer.finish()
         else:

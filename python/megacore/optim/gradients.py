@@ -43,8 +43,8 @@ def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) 
 
 
 @torch.no_grad()
-def sum_sequence_parallel_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
-    """Sum gradients of sequence-parallel replicas over tp: each rank had part of the sequence.
+def sum_partial_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
+    """Sum gradients that are partial over tp (``ParamInfo.sequence_parallel``).
 
     Sync:
         Collective over ``groups.tp``, one call per gradient dtype and device, since such
