@@ -241,7 +241,7 @@ def _check_instances(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if config.moe.num_experts > 0:
         holders[f"edp {experts // copies}{of_copies}"] = experts
     # One number of instances must divide all of these counts.
-    legal, count = divisors(math.gcd(*holders.values())), config.optimizer.num_sharded
+    legal, count = divisors(math.gcd(*holders.values())), config.optimizer.sharded_instances
     for text, number in holders.items():
         if number % count:
             problems.add(

@@ -77,8 +77,8 @@ class OptimizerConfig(Section):
         return self.num_instances != "all"
 
     @property
-    def num_sharded(self) -> int:
-        """Sharded copies of the state; 1 without sharding, where all ranks form one group."""
+    def sharded_instances(self) -> int:
+        """Instances that shard the state; 1 without sharding, where all ranks form one."""
         return self.num_instances if isinstance(self.num_instances, int) else 1
 
     @property

@@ -39,7 +39,7 @@ def memory_row_of(config: ResolvedConfig) -> MemoryRow:
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:
     """Return the ranks that share the buffers of dense parameters, and those of experts."""
     dense, experts = config.holders(world_size)
-    instances = config.optimizer.num_sharded
+    instances = config.optimizer.sharded_instances
     return dense // instances, experts // instances
 
 

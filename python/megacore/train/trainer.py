@@ -272,7 +272,7 @@ def build_trainer(
     params = [param for number in order for param in chunks[number].param_infos()]
     instances = HybridShardGroups.split(
         groups,
-        config.optimizer.num_sharded,
+        config.optimizer.sharded_instances,
         timeout_s=config.run.timeout_s,
         host_memory=config.debug.host_memory,
     )
