@@ -32,7 +32,7 @@ from megacore.ops.permutation import (
     sort_by_expert,
     unpermute,
 )
-from megacore.parallel.row_exchange import PendingRows, RowSplits, start_exchange
+from megacore.parallel.row_exchange import RowSplits, start_exchange
 
 _PLAN_FIELDS = (
     "probs",
@@ -51,21 +51,38 @@ class _ExchangeDispatcher(Dispatcher):
         num_rows = self._num_sent(plan, splits)
         group, repeats = self.placement.group, plan.row_map.shape[1] // plan.probs.shape[1]
         probs = plan.probs if repeats == 1 else plan.probs.repeat_interleave(repeats, dim=1)
-        return _PendingExchange(
-            start_exchange(permute(x_TH, plan.row_map, num_rows), group, splits),
-            start_exchange(permute_probs(probs, plan.row_map, num_rows), group, splits),
-            self._expert_of_rows(plan, splits),
-            self.placement.num_local,
-            self._num_received(plan),
-            expected_rows=self.placement.expected_rows(plan.probs.numel()),
-            has_padding=plan.rows_per_member is None,
+        x_rows = start_exchange(permute(x_TH, plan.row_map, num_rows), group, splits)
+        prob_rows = start_exchange(permute_probs(probs, plan.row_map, num_rows), group, splits)
+        expert_of_row_M = self._expert_of_rows(plan, splits)
+        return PendingDispatch(
+            lambda: self._sort(x_rows.finish(), prob_rows.finish(), expert_of_row_M, plan)
+        )
+
+    def _sort(
+        self, rows: Tensor, probs: Tensor, expert_of_row_M: Tensor, plan: DispatchPlan
+    ) -> ExpertRows:
+        """Sort the rows that have arrived by expert."""
+        placement, has_padding = self.placement, plan.rows_per_member is None
+        row_map, m_splits = sort_by_expert(expert_of_row_M[:, None], placement.num_local)
+        num_rows = self._num_received(plan)
+        if num_rows is None:
+            num_rows = rows.shape[0]
+        rows, probs = permute_with_probs(rows, probs[:, None], row_map, num_rows)
+        return ExpertRows(
+            rows=rows,
+            probs=probs,
+            m_splits=m_splits,
+            row_map=row_map,
+            num_rows=m_splits.sum() if has_padding else None,
+            expected_rows=placement.expected_rows(plan.probs.numel()) if has_padding else 0,
         )
 
     def start_combine(self, rows: Tensor, arrived: ExpertRows, splits: RowSplits) -> PendingCombine:
         """Start the reverse all-to-all. See `Dispatcher`."""
         if arrived.row_map is not None:
             rows = unpermute(rows, arrived.row_map)
-        return _PendingResults(start_exchange(rows, self.placement.group, splits.reversed()))
+        results = start_exchange(rows, self.placement.group, splits.reversed())
+        return PendingCombine(results.finish)
 
     def _num_received(self, plan: DispatchPlan) -> int | None:  # noqa: ARG002
         """Fixed number of expert input rows; ``None`` for the number of received rows."""
@@ -322,42 +339,3 @@ def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
         for member in members:
             part_of[member] = part
     return values_P[constant(tuple(part_of), values_P.device)]
-
-
-class _PendingResults(PendingCombine):
-    def __init__(self, rows: PendingRows) -> None:
-        self._rows = rows
-
-    def finish(self) -> Tensor:
-        return self._rows.finish()
-
-
-class _PendingExchange(PendingDispatch):
-    def __init__(
-        self,
-        rows: PendingRows,
-        probs: PendingRows,
-        expert_of_row_M: Tensor,
-        num_local: int,
-        num_rows: int | None,
-        expected_rows: int,
-        has_padding: bool,
-    ) -> None:
-        self._rows, self._probs = rows, probs
-        self._expert_of_row_M, self._num_local = expert_of_row_M, num_local
-        self._num_rows, self._has_padding = num_rows, has_padding
-        self._expected_rows = expected_rows if has_padding else 0
-
-    def finish(self) -> ExpertRows:
-        rows, probs = self._rows.finish(), self._probs.finish()
-        row_map, m_splits = sort_by_expert(self._expert_of_row_M[:, None], self._num_local)
-        num_rows = rows.shape[0] if self._num_rows is None else self._num_rows
-        rows, probs = permute_with_probs(rows, probs[:, None], row_map, num_rows)
-        return ExpertRows(
-            rows=rows,
-            probs=probs,
-            m_splits=m_splits,
-            row_map=row_map,
-            num_rows=m_splits.sum() if self._has_padding else None,
-            expected_rows=self._expected_rows,
-        )

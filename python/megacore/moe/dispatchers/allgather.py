@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
-    Arrived,
-    Combined,
     Dispatcher,
     DispatchPlan,
     ExpertRows,
@@ -80,7 +78,8 @@ class AllGatherDispatcher(Dispatcher):
         group = self.placement.group
         gathered = gather_rows(x_TH, group), gather_rows(plan.probs, group)
         rows, probs = permute_with_probs(*gathered, plan.row_map, num_rows)
-        return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
+        arrived = ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None)
+        return PendingDispatch(lambda: arrived)
 
     def start_combine(
         self,
@@ -89,7 +88,7 @@ class AllGatherDispatcher(Dispatcher):
         splits: RowSplits,  # noqa: ARG002
     ) -> PendingCombine:
         """Return ``rows`` unchanged: ``postprocess`` communicates. See `Dispatcher`."""
-        return Combined(rows)
+        return PendingCombine(lambda: rows)
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token over all ranks. See `Dispatcher`."""

@@ -196,42 +196,34 @@ class ExpertRows:
     sent_next: SentNext | None = None
 
 
-class PendingDispatch(ABC):
-    """Dispatch in flight."""
+class PendingDispatch:
+    """Dispatch in flight.
 
-    @abstractmethod
+    Args:
+        finish: Waits for the tokens.
+    """
+
+    def __init__(self, finish: Callable[[], ExpertRows]) -> None:
+        self._finish = finish
+
     def finish(self) -> ExpertRows:
         """Wait for the tokens; must be called exactly once."""
+        return self._finish()
 
 
-class Arrived(PendingDispatch):
-    """Dispatch whose rows are here already."""
+class PendingCombine:
+    """Combine in flight.
 
-    def __init__(self, rows: ExpertRows) -> None:
-        self._rows = rows
+    Args:
+        finish: Waits for the results.
+    """
 
-    def finish(self) -> ExpertRows:
-        """Return the rows."""
-        return self._rows
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
 
-
-class PendingCombine(ABC):
-    """Combine in flight."""
-
-    @abstractmethod
     def finish(self) -> Tensor:
         """Wait for the results, indexed by ``plan.row_map``; must be called exactly once."""
-
-
-class Combined(PendingCombine):
-    """Combine without an exchange in flight."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def finish(self) -> Tensor:
-        """Return the results."""
-        return self._rows
+        return self._finish()
 
 
 class Dispatcher(ABC):

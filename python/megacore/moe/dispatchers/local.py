@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from megacore.moe.dispatchers.base import (
-    Arrived,
-    Combined,
     Dispatcher,
     DispatchPlan,
     ExpertRows,
@@ -56,7 +54,8 @@ class LocalDispatcher(Dispatcher):
         """Sort the tokens by expert. See `Dispatcher`."""
         num_rows = plan.row_map.numel()
         rows, probs = permute_with_probs(x_TH, plan.probs, plan.row_map, num_rows)
-        return Arrived(ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None))
+        arrived = ExpertRows(rows=rows, probs=probs, m_splits=plan.arriving[0], row_map=None)
+        return PendingDispatch(lambda: arrived)
 
     def start_combine(
         self,
@@ -65,4 +64,4 @@ class LocalDispatcher(Dispatcher):
         splits: RowSplits,  # noqa: ARG002
     ) -> PendingCombine:
         """Return ``rows`` unchanged. See `Dispatcher`."""
-        return Combined(rows)
+        return PendingCombine(lambda: rows)

@@ -110,7 +110,7 @@ class PeerDispatcher(Dispatcher):
         transfer = _Transfer(self.peers, copies, x_TH)
         rows, probs = _StartDispatch.apply(x_TH, plan.probs.float(), transfer)  # type: ignore[no-untyped-call]
         expected = self.placement.expected_rows(plan.probs.numel())
-        return _PendingPush(rows, probs, transfer, m_splits, expected)
+        return PendingDispatch(lambda: _finish_dispatch(rows, probs, transfer, m_splits, expected))
 
     def start_combine(
         self,
@@ -122,8 +122,8 @@ class PeerDispatcher(Dispatcher):
         assert isinstance(arrived, PeerExpertRows)
         transfer = arrived.results
         _check_rows("results", rows, transfer.copies.capacity, "the rows that arrived")
-        pulled = _StartCombine.apply(rows, transfer)  # type: ignore[no-untyped-call]
-        return _PendingSums(pulled, transfer)
+        sums = _StartCombine.apply(rows, transfer)  # type: ignore[no-untyped-call]
+        return PendingCombine(lambda: _finish_combine(sums, transfer))
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:  # noqa: ARG002
         """Return ``rows`` unchanged: the pull has already summed. See `Dispatcher`."""
@@ -207,44 +207,28 @@ class _Transfer:
         return sums
 
 
-class _PendingPush(PendingDispatch):
-    def __init__(
-        self,
-        rows: Tensor,
-        probs: Tensor,
-        transfer: _Transfer,
-        m_splits: Tensor,
-        expected_rows: int,
-    ) -> None:
-        self._rows, self._probs = rows, probs
-        self._transfer, self._m_splits = transfer, m_splits
-        self._expected_rows = expected_rows
-
-    def finish(self) -> ExpertRows:
-        yield_turn()
-        transfer = self._transfer
-        rows, probs = _FinishDispatch.apply(self._rows, self._probs, transfer)  # type: ignore[no-untyped-call]
-        results = _Transfer(transfer.peers, transfer.copies, rows)
-        return PeerExpertRows(
-            rows=rows,
-            probs=probs,
-            m_splits=self._m_splits,
-            row_map=None,
-            num_rows=transfer.copies.num_arrived,
-            expected_rows=self._expected_rows,
-            results=results,
-            sent_next=SentNext(results=results.reserve_rows, input_grads=transfer.reserve_rows),
-        )
+def _finish_dispatch(
+    rows: Tensor, probs: Tensor, transfer: _Transfer, m_splits: Tensor, expected_rows: int
+) -> ExpertRows:
+    yield_turn()
+    rows, probs = _FinishDispatch.apply(rows, probs, transfer)  # type: ignore[no-untyped-call]
+    results = _Transfer(transfer.peers, transfer.copies, rows)
+    return PeerExpertRows(
+        rows=rows,
+        probs=probs,
+        m_splits=m_splits,
+        row_map=None,
+        num_rows=transfer.copies.num_arrived,
+        expected_rows=expected_rows,
+        results=results,
+        sent_next=SentNext(results=results.reserve_rows, input_grads=transfer.reserve_rows),
+    )
 
 
-class _PendingSums(PendingCombine):
-    def __init__(self, tokens: Tensor, transfer: _Transfer) -> None:
-        self._tokens, self._transfer = tokens, transfer
-
-    def finish(self) -> Tensor:
-        yield_turn()
-        tokens: Tensor = _FinishCombine.apply(self._tokens, self._transfer)  # type: ignore[no-untyped-call]
-        return tokens
+def _finish_combine(sums: Tensor, transfer: _Transfer) -> Tensor:
+    yield_turn()
+    tokens: Tensor = _FinishCombine.apply(sums, transfer)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 class _StartDispatch(torch.autograd.Function):
