@@ -165,18 +165,15 @@ class DevicePeers(Peers):
         with self._aside(pull, *published, x_TH, probs_Tk, pull.copies.rows):
             members = self._members(_memory_of(pull))
             peer_exchange.start_pull(*published, *members, pull.slot, pull.holds(rows_CH))
-            self._sum(pull, x_TH, probs_Tk)
-
-    def _sum(self, pull: PendingPull, x_TH: Tensor, probs_Tk: Tensor | None) -> None:
-        peer_exchange.finish_pull(
-            x_TH,
-            probs_Tk,
-            pull.copies.rows,
-            *self._members(_memory_of(pull)),
-            pull.slot,
-            pull.copies.num_choices,
-            pull.copies.capacity,
-        )
+            peer_exchange.finish_pull(
+                x_TH,
+                probs_Tk,
+                pull.copies.rows,
+                *members,
+                pull.slot,
+                pull.copies.num_choices,
+                pull.copies.capacity,
+            )
 
     def finish_pull(self, pull: PendingPull) -> None:
         """Make the current stream wait for the sums. See `Peers`."""
@@ -222,26 +219,19 @@ class DevicePeers(Peers):
 
     def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _DeviceMemory:
         """Return the memory, reallocated if it is too small; reallocation is collective."""
-        had = (0, 0, 0)
-        if self._memories:
-            memory = self._memories[-1]
-            layout = memory.layout
-            had = (layout.max_experts, layout.max_capacity, layout.max_row_bytes)
-            if num_experts <= had[0] and capacity <= had[1] and row_bytes <= had[2]:
-                memory.is_captured |= torch.cuda.is_current_stream_capturing()
-                return memory
+        old = self._memories[-1] if self._memories else None
+        layout = self._fitting_layout(
+            None if old is None else old.layout, num_experts, capacity, row_bytes
+        )
+        if old is not None and layout is old.layout:
+            old.is_captured |= torch.cuda.is_current_stream_capturing()
+            return old
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"group {self.group.name}: memory for {capacity:,} rows of peers cannot be made "
                 "while a graph is captured; run the same shapes once before "
                 "(debug.graph_warmup_steps)"
             )
-        layout = PeerLayout(
-            num_members=self.group.size,
-            max_experts=max(num_experts, had[0]),
-            max_capacity=max(capacity, had[1]),
-            max_row_bytes=max(row_bytes, had[2]),
-        )
         allocated = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
         # All members have finished their kernels when the allocation returns.
         self.check()

@@ -195,18 +195,11 @@ class HostPeers(Peers):
     def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _HostMemory:
         """Return the memory, reallocated if it is too small; reallocation is collective."""
         old = self._memory
-        sizes = (num_experts, capacity, row_bytes)
-        if old is not None:
-            had = (old.layout.max_experts, old.layout.max_capacity, old.layout.max_row_bytes)
-            if all(size <= limit for size, limit in zip(sizes, had, strict=True)):
-                return old
-            sizes = (max(num_experts, had[0]), max(capacity, had[1]), max(row_bytes, had[2]))
-        layout = PeerLayout(
-            num_members=self.group.size,
-            max_experts=sizes[0],
-            max_capacity=sizes[1],
-            max_row_bytes=sizes[2],
+        layout = self._fitting_layout(
+            None if old is None else old.layout, num_experts, capacity, row_bytes
         )
+        if old is not None and layout is old.layout:
+            return old
         window = self._host.make_window(layout.bytes, num_parts=PEER_WINDOW_PARTS)
         if window is None:
             raise MegacoreError(

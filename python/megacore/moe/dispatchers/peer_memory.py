@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megacore._core import PEER_SLOTS
+from megacore._core import PEER_SLOTS, PeerLayout
 from megacore.moe.dispatchers.base import ExpertPlacement
 from megacore.parallel.process_groups import Group
 from megacore.parallel.turns import running_place
@@ -136,6 +136,21 @@ class Peers(ABC):
     @abstractmethod
     def finish_pull(self, pull: PendingPull) -> None:
         """Wait for the sums of `start_pull`."""
+
+    def _fitting_layout(
+        self, old: PeerLayout | None, num_experts: int, capacity: int, row_bytes: int
+    ) -> PeerLayout:
+        """Return ``old`` if it has room for these sizes, else a layout that has room for both."""
+        had = (0, 0, 0) if old is None else (old.max_experts, old.max_capacity, old.max_row_bytes)
+        sizes = max(num_experts, had[0]), max(capacity, had[1]), max(row_bytes, had[2])
+        if old is not None and sizes == had:
+            return old
+        return PeerLayout(
+            num_members=self.group.size,
+            max_experts=sizes[0],
+            max_capacity=sizes[1],
+            max_row_bytes=sizes[2],
+        )
 
     def _keep_reserved(self, pull: PendingPull) -> PendingPull:
         self._reserved[running_place()] = pull
