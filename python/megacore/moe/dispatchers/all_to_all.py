@@ -111,10 +111,7 @@ class AllToAllDispatcher(_ExchangeDispatcher):
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Sort copies by expert and exchange counts. See `Dispatcher`."""
-        placement = self.placement
-        ids_Tk = routing.expert_ids
-        if self.capacity is not None:
-            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        placement, ids_Tk = self.placement, self._within_capacity(routing)
         sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
         arriving_GL = gather_counts(counts_E, placement)
         sent_P = counts_E.view(placement.ep_size, -1).sum(1)
@@ -227,10 +224,7 @@ class StaticDispatcher(_ExchangeDispatcher):
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Assign each copy a row of a fixed buffer. See `Dispatcher`."""
-        placement, ids_Tk = self.placement, routing.expert_ids
-        num_wanted = ids_Tk.numel()
-        if self.capacity is not None:
-            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        placement, ids_Tk = self.placement, self._within_capacity(routing)
         num_limited = (ids_Tk >= 0).sum()
         row_Tk, num_rows = self._rows_in_part(ids_Tk)
         first_row_G = torch.arange(placement.group.size, device=ids_Tk.device) * num_rows
@@ -243,13 +237,9 @@ class StaticDispatcher(_ExchangeDispatcher):
             tokens_per_expert=counts_E,
             arriving=gather_counts(counts_E, placement, equal_tokens=ids_Tk.shape[0]),
             rows_per_member=None,
-            num_dropped=num_wanted - num_sent,
+            num_dropped=ids_Tk.numel() - num_sent,
             num_over_budget=num_limited - num_sent,
         )
-
-    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Return equal splits without reading the device. See `Dispatcher`."""
-        return RowSplits()
 
     def num_rows(self, num_tokens: int, top_k: int) -> int:
         """Compute the rows of the buffer for each member."""

@@ -46,9 +46,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Gather the choices of all tokens and select the local experts. See `Dispatcher`."""
-        placement, ids_Tk = self.placement, routing.expert_ids
-        if self.capacity is not None:
-            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+        placement, ids_Tk = self.placement, self._within_capacity(routing)
         _, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
         all_ids = _gather_choices(ids_Tk.contiguous(), placement.group)
         local_ids = all_ids - placement.first_local

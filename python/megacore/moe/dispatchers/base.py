@@ -256,13 +256,13 @@ class Dispatcher(ABC):
             Exchanges counts over the group; does not wait for the device.
         """
 
-    @abstractmethod
-    def read_splits(self, plan: DispatchPlan) -> RowSplits:
-        """Read the numbers of rows to exchange: the only host sync of a dispatcher.
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
+        """Read the numbers of rows to exchange, if they are not fixed.
 
         Sync:
             Waits for the device where ``plan.rows_per_member`` is set; otherwise returns at once.
         """
+        return RowSplits()
 
     @abstractmethod
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
@@ -291,6 +291,13 @@ class Dispatcher(ABC):
             Rows, indexed by ``plan.row_map``.
         """
         return self.start_combine(rows, arrived, splits).finish()
+
+    def _within_capacity(self, routing: Routing) -> Tensor:
+        """Return the expert of each copy, ``(T, k)``; -1 for a copy that exceeds the capacity."""
+        if self.capacity is None:
+            return routing.expert_ids
+        num_experts = self.placement.num_experts
+        return self.capacity.limit(routing.expert_ids, routing.probs, num_experts=num_experts)
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token.

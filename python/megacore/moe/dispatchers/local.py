@@ -33,10 +33,8 @@ class LocalDispatcher(Dispatcher):
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Sort copies by expert. See `Dispatcher`."""
-        num_experts, ids_Tk = self.placement.num_experts, routing.expert_ids
-        if self.capacity is not None:
-            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=num_experts)
-        row_map, counts_E = sort_by_expert(ids_Tk, num_experts)
+        ids_Tk = self._within_capacity(routing)
+        row_map, counts_E = sort_by_expert(ids_Tk, self.placement.num_experts)
         return DispatchPlan(
             probs=routing.probs,
             row_map=row_map,
@@ -45,10 +43,6 @@ class LocalDispatcher(Dispatcher):
             rows_per_member=None,
             num_dropped=None if self.capacity is None else (ids_Tk < 0).sum(),
         )
-
-    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Return at once: nothing is exchanged. See `Dispatcher`."""
-        return RowSplits()
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
         """Sort the tokens by expert. See `Dispatcher`."""

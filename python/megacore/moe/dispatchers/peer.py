@@ -75,11 +75,8 @@ class PeerDispatcher(Dispatcher):
 
     def preprocess(self, routing: Routing) -> DispatchPlan:
         """Exchange counts and assign a destination row to each copy. See `Dispatcher`."""
-        placement, ids_Tk = self.placement, routing.expert_ids
-        num_rows = self._receive_rows(*ids_Tk.shape)
-        if self.capacity is not None:
-            ids_Tk = self.capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
-        copies = self.peers.plan_copies(ids_Tk, placement, num_rows)
+        ids_Tk = self._within_capacity(routing)
+        copies = self.peers.plan_copies(ids_Tk, self.placement, self._receive_rows(*ids_Tk.shape))
         num_arrived, num_dropped, num_over_budget = copies.totals
         return DispatchPlan(
             probs=routing.probs,
@@ -91,10 +88,6 @@ class PeerDispatcher(Dispatcher):
             num_over_budget=num_over_budget,
             num_arrived=num_arrived,
         )
-
-    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Return fixed splits without reading the device. See `Dispatcher`."""
-        return RowSplits()
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002
         """Push tokens and weights. See `Dispatcher`."""
