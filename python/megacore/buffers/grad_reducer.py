@@ -48,7 +48,7 @@ class GradReducer:
         for buffer in buffers:
             offset = offsets[id(buffer)] = len(self._infos)
             self._infos += [info for info, _ in buffer.params]
-            buffer.on_grad(_forward_to(weakref.ref(self), offset))
+            buffer.on_grad(weakly(self._on_grad, offset))
         members = [
             [offsets[id(buffer)] + index for index in buffer.plan.buckets[bucket].param_indices]
             for buffer, bucket in self._buckets
@@ -156,11 +156,16 @@ def buckets_in_backward_order(
     return [(buffers[number], index) for _, number, index in sorted(keyed)]
 
 
-def _forward_to(reducer: weakref.ref[GradReducer], offset: int) -> Callable[[int], None]:
-    # A strong reference would make a reference cycle of parameters and buffers.
-    def on_grad(index: int) -> None:
-        target = reducer()
-        if target is not None:
-            target._on_grad(offset + index)
+def weakly(method: Callable[[int], None], offset: int) -> Callable[[int], None]:
+    """Return a callback that calls a method, while its object exists, with its index + ``offset``.
 
-    return on_grad
+    A strong reference would make a reference cycle of parameters and buffers.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def callback(index: int) -> None:
+        target = reference()
+        if target is not None:
+            target(offset + index)
+
+    return callback

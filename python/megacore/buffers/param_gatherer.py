@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from megacore.buffers.grad_reducer import buckets_in_backward_order
+from megacore.buffers.grad_reducer import buckets_in_backward_order, weakly
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.errors import MegacoreError
 from megacore.parallel.async_collectives import PendingCollective
@@ -56,7 +56,7 @@ class ParamGatherer:
                     self._bucket_of[offset + index] = places[id(buffer), bucket_index]
             for index, (_, param) in enumerate(buffer.params):
                 params[id(param)] = offset + index
-            buffer.on_grad(_forward_to(weakref.ref(self), offset))
+            buffer.on_grad(weakly(self._on_grad, offset))
         self._called = [0] * len(self._names)
         self._hook(modules, params)
 
@@ -171,16 +171,6 @@ class ParamGatherer:
                     "are needed; give the optimizer all modules, or leave the parameters out of "
                     "optimizer.overlap"
                 )
-
-
-def _forward_to(gatherer: weakref.ref[ParamGatherer], offset: int) -> Callable[[int], None]:
-    # A strong reference would make a reference cycle of parameters and buffers.
-    def on_grad(index: int) -> None:
-        target = gatherer()
-        if target is not None:
-            target._on_grad(offset + index)
-
-    return on_grad
 
 
 def _before(gatherer: weakref.ref[ParamGatherer], params: list[int]) -> Callable[[], None]:
