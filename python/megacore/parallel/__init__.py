@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megacore.lazy import lazy_names
 from megacore.parallel.topology import DEFAULT_ORDER, RankGenerator, Topology
 
 if TYPE_CHECKING:
@@ -12,15 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_ORDER", "Group", "ParamInfo", "ProcessGroups", "RankGenerator", "Topology"]
 
-
-def __getattr__(name: str) -> Any:
-    # Layouts are pure values, so torch is imported only for the other names.
-    if name in ("Group", "ProcessGroups"):
-        from megacore.parallel import process_groups
-
-        return getattr(process_groups, name)
-    if name == "ParamInfo":
-        from megacore.parallel import params
-
-        return params.ParamInfo
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Layouts are pure values, so torch is imported only for the other names.
+__getattr__ = lazy_names(
+    __name__, {"Group": "process_groups", "ParamInfo": "params", "ProcessGroups": "process_groups"}
+)
