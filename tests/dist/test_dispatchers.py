@@ -22,7 +22,7 @@ from megacore.moe.dispatchers import (
 from megacore.ops.activations import swiglu
 from megacore.ops.gemm import grouped_gemm
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.row_exchange import RowSplits, exchange_rows
+from megacore.parallel.row_exchange import RowSplits, start_exchange
 from tests.support.distributed import run_ranks
 
 HIDDEN, FFN = 6, 8
@@ -189,7 +189,7 @@ def test_any_routing_gives_what_a_loop_over_tokens_gives(layout: str) -> None:
 def test_splits_that_do_not_fit_are_refused() -> None:
     group = ProcessGroups.single().etp_ep
     with pytest.raises(ValueError, match="the counts 2 sum to 2, but there are 3 rows"):
-        exchange_rows(torch.zeros(3, 2), group, RowSplits(sent=(2,), received=(2,)))
+        start_exchange(torch.zeros(3, 2), group, RowSplits(sent=(2,), received=(2,)))
 
 
 def limited(

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
 from megacore.parallel.host_all_to_all import NUM_EXCHANGES
-from megacore.parallel.row_exchange import RowSplits, all_to_all_async, exchange_rows
+from megacore.parallel.row_exchange import RowSplits, all_to_all_async, start_exchange
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -87,7 +87,7 @@ def rows_alive_after_exchanges(_rank: int) -> list[bool]:
         leaf = torch.ones(4, 3, requires_grad=True)
         rows = leaf * 2
         sent = StorageWeakRef(rows.untyped_storage())
-        got = exchange_rows(rows, group, RowSplits())
+        got = start_exchange(rows, group, RowSplits()).finish()
         del rows
         # The thread of gloo drops its references a moment after the transfer has ended.
         end = time.monotonic() + 10

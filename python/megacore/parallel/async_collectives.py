@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -132,7 +132,7 @@ def reduce_scatter_async(
         )
     same = output.dtype == input.dtype
     reduced = output if same else torch.empty_like(output, dtype=input.dtype)
-    work = _native("reduce_scatter_single", "reduce_scatter_tensor")(
+    work = collectives._native("reduce_scatter_single", "reduce_scatter_tensor")(
         reduced.view(-1),
         input.view(-1),
         op=collectives._reduce_op(op),
@@ -170,7 +170,7 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
             is_ready=lambda: all(work.is_completed() for work in works),
             call=call,
         )
-    work = _native("all_gather_single", "all_gather_into_tensor")(
+    work = collectives._native("all_gather_single", "all_gather_into_tensor")(
         output.view(-1), input.view(-1), group=group.handle, async_op=True
     )
     return PendingCollective(work, call=call)
@@ -184,8 +184,3 @@ def _add(output: Tensor, parts: Tensor, average: bool) -> None:
 @torch.no_grad()
 def _copy(output: Tensor, reduced: Tensor) -> None:
     output.copy_(reduced)
-
-
-def _native(name: str, old_name: str) -> Any:
-    """Return a torch.distributed function by its name since torch 2.13, or by its former name."""
-    return getattr(dist, name, None) or getattr(dist, old_name)

@@ -139,11 +139,6 @@ def start_exchange(rows: Tensor, group: Group, splits: RowSplits) -> PendingRows
     return PendingRows(received, transfer)
 
 
-def exchange_rows(rows: Tensor, group: Group, splits: RowSplits) -> Tensor:
-    """Run a differentiable all-to-all of rows without overlap."""
-    return start_exchange(rows, group, splits).finish()
-
-
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
     """Concatenate equally many rows of all members: ``(N, ...)`` to ``(N * size, ...)``."""
     if group.size == 1:
