@@ -17,6 +17,7 @@ from megacore.ops.library import define_op, native
 
 _DTYPES = (torch.float64,)
 
+
 @dataclass(kw_only=True)
 class EchoCounts:
     """Sums over the plans of a layer since the last reset, on this rank.
