@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from megacore.report.series import (
@@ -152,6 +152,26 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
         f'<svg class="chart" {size} role="img" aria-label="{escape(spec.label, quote=True)}" '
         f'font-size="{font}" data-hover="{hover}">{"".join(parts)}</svg>'
     )
+
+
+def linear_and_log(spec: ChartSpec, *, name: str) -> str:
+    """Return a chart and, below a switch, the same with a logarithmic value axis."""
+    values = [value for series in spec.series for _, value in series.points]
+    values += [reference.value for reference in spec.references]
+    if not values or min(values) <= 0:
+        return two_sizes(spec)
+    return (
+        f'<input type="checkbox" id="log-{name}"><label for="log-{name}">log scale</label>'
+        f'<div class="linear">{two_sizes(spec)}</div>'
+        f'<div class="log">{two_sizes(replace(spec, log=True))}</div>'
+    )
+
+
+def two_sizes(spec: ChartSpec, *, height: int = 380) -> str:
+    """Return a chart for wide and one for narrow pages."""
+    wide = line_chart(spec, width=1120, height=height, font=13)
+    narrow = line_chart(spec, width=360, height=270 if height > 300 else 220, font=12)
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
 def legend(spec: ChartSpec) -> str:

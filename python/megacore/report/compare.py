@@ -9,20 +9,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from megacore.report.charts import ChartSpec, Series, legend
+from megacore.report.charts import ChartSpec, Series, legend, linear_and_log
 from megacore.report.cost import bar, causes, size_text, times_of
 from megacore.report.events import layout_text
 from megacore.report.page import drawn, html_page
+from megacore.report.parts import card, table
 from megacore.report.run_files import RunFiles, read_run
-from megacore.report.sections import (
-    flat_settings,
-    linear_and_log,
-    metric_points,
-    setting_text,
-)
-from megacore.report.series import number_text, smooth
-
-TAIL = 10
+from megacore.report.sections import TAIL, flat_settings, setting_text
+from megacore.report.series import metric_points, number_text, smooth
 
 
 def write_comparison(first: str | Path, second: str | Path, path: str | Path) -> Path:
@@ -63,13 +57,13 @@ def _page(runs: tuple[RunFiles, RunFiles]) -> str:
     )
     body = (
         f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1>{lines}</header>",
-        _card("Results", _numbers_table(runs, names)),
+        card("Results", _numbers_table(runs, names)),
         _chart("Loss", "loss", runs, names),
         _chart("Validation loss", "validation_loss", runs, names),
         _chart("Tokens per second", "tokens_per_s", runs, names),
         _chart("Gradient norm", "grad_norm", runs, names),
         _times(runs, names),
-        _card("Settings that differ", _settings_table(runs, names)),
+        card("Settings that differ", _settings_table(runs, names)),
     )
     return html_page(" and ".join(names), "\n".join(body), runs[0].info.environment)
 
@@ -82,14 +76,10 @@ def _names(runs: Sequence[RunFiles]) -> tuple[str, str]:
     return str(runs[0].directory), str(runs[1].directory)
 
 
-def _card(title: str, body: str) -> str:
-    return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>' if body else ""
-
-
 def _chart(title: str, name: str, runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     series = []
     for run, label, style in zip(runs, names, ("main", "second"), strict=True):
-        points = metric_points(run, name)
+        points = metric_points(run.metrics, name)
         window = max(1, len(points) // 40) | 1
         if window > 1:
             raw = Series(name=label, points=points, style=f"{style} raw", in_legend=False)
@@ -99,7 +89,7 @@ def _chart(title: str, name: str, runs: Sequence[RunFiles], names: Sequence[str]
     if not any(each.points for each in series):
         return ""
     spec = ChartSpec(label=f"{title} by step", series=series)
-    return _card(title, legend(spec) + linear_and_log(spec, name=name))
+    return card(title, legend(spec) + linear_and_log(spec, name=name))
 
 
 def _times(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -112,7 +102,7 @@ def _times(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
             total = f"{1000 * sum(times.values()):,.0f} ms per step"
             title = f'<h3>{escape(name)} <span class="total">{total}</span></h3>'
             parts.append(title + bar(times) + causes(times))
-    return _card("Time of a step", "".join(parts))
+    return card("Time of a step", "".join(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +183,6 @@ _BATCHES = (
 
 
 def _numbers_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = []
     for row in _ROWS:
         values = [row.value(run) for run in runs]
@@ -201,15 +190,12 @@ def _numbers_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
             continue
         cells = ["" if value is None else escape(row.text(value)) for value in values]
         cells.append(_difference(row, runs, values[0], values[1]))
-        body.append(f"<tr><td>{row.title}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    hints = [_NOISE] if any("within noise" in row for row in body) else []
+        body.append([row.title, *cells])
+    hints = [_NOISE] if any("within noise" in difference for *_, difference in body) else []
     tokens = {_tokens_per_step(run) for run in runs} - {None}
     hints += [_BATCHES] if len(tokens) > 1 else []
-    return (
-        f'<table class="stages results"><thead><tr><th></th>{head}<th>difference</th></tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table>"
-        + "".join(f'<p class="hint">{hint}</p>' for hint in hints)
-    )
+    notes = "".join(f'<p class="hint">{hint}</p>' for hint in hints)
+    return table("stages results", ["", *names, "difference"], body) + notes
 
 
 def _settings_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -219,15 +205,10 @@ def _settings_table(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     for key in keys:
         values = [setting_text(each[key]) if key in each else "not set" for each in both]
         if values[0] != values[1]:
-            cells = "".join(f"<td>{escape(value)}</td>" for value in values)
-            rows.append(f"<tr><td>{escape(key)}</td>{cells}</tr>")
+            rows.append([escape(key), *map(escape, values)])
     if not rows:
         return '<p class="hint">None: all settings are equal.</p>'
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    return (
-        f'<table class="stages"><thead><tr><th>setting</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+    return table("stages", ["setting", *names], rows)
 
 
 def _difference(
@@ -270,7 +251,7 @@ def _tokens_per_step(run: RunFiles) -> float | None:
 
 
 def _values(run: RunFiles, name: str) -> list[float]:
-    return [value for _, value in metric_points(run, name)]
+    return [value for _, value in metric_points(run.metrics, name)]
 
 
 def _tail(run: RunFiles, name: str) -> float | None:

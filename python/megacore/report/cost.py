@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from megacore.report.events import layout_text
-from megacore.report.run_files import RankMemory, RunFiles, RunStart
+from megacore.report.parts import card, table
+from megacore.report.run_files import RunFiles, RunStart
 
 # Causes by name and style class, in the order of a step.
 CAUSES = {
@@ -70,16 +71,11 @@ def time_card(run: RunFiles) -> str:
             f'<h3>{escape(title)} <span class="total">{total}</span></h3>'
             f"{bar(times)}{causes(times)}"
         )
-    if not parts:
-        return ""
     hint = (
         "Mean of the steps after the first, on rank 0. A wait is time that nothing hides; waits "
         "for all-to-all are measured on CPUs only, elsewhere they are part of forward and backward."
     )
-    return (
-        f'<section class="card"><h2>Time of a step</h2><p class="hint">{hint}</p>'
-        f"{''.join(parts)}</section>"
-    )
+    return card("Time of a step", "".join(parts), hint)
 
 
 def bar(times: Mapping[str, float]) -> str:
@@ -125,16 +121,19 @@ def memory_card(run: RunFiles) -> str:
         )
     )
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.predicted))
-    head = "".join(f"<th>{escape(kind.capitalize())}</th>" for kind in kinds)
-    body = "".join(_memory_row(row, kinds) for row in rows)
+    head = ["Pipeline rank", *map(str.capitalize, kinds), "Predicted", "Measured"]
+    cells = [
+        [
+            str(row.pp_rank),
+            *(size_text(row.predicted.get(kind, 0.0)) for kind in kinds),
+            f"<b>{size_text(sum(row.predicted.values()))}</b>",
+            "" if row.measured is None else f"<b>{size_text(row.measured)}</b>",
+        ]
+        for row in rows
+    ]
     more = len(run.info.memory) - len(rows)
     note = f'<p class="hint">and {more} more positions</p>' if more > 0 else ""
-    return (
-        f'<section class="card"><h2>Memory of a rank</h2><p class="hint">{hint}</p>'
-        f'<table class="stages stacked"><thead><tr><th>Pipeline rank</th>{head}'
-        f"<th>Predicted</th><th>Measured</th></tr></thead><tbody>{body}</tbody></table>"
-        f"{note}</section>"
-    )
+    return card("Memory of a rank", table("stages stacked", head, cells) + note, hint)
 
 
 def starts_with_records(run: RunFiles) -> list[tuple[RunStart, list[dict[str, Any]]]]:
@@ -166,15 +165,6 @@ def size_text(num_bytes: float) -> str:
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):,.2f} GiB"
     return f"{num_bytes / (1 << 20):,.1f} MiB"
-
-
-def _memory_row(row: RankMemory, kinds: Sequence[str]) -> str:
-    # The names again, for narrow pages, where each row is a list.
-    cells = {kind.capitalize(): size_text(row.predicted.get(kind, 0.0)) for kind in kinds}
-    cells["Predicted"] = f"<b>{size_text(sum(row.predicted.values()))}</b>"
-    cells["Measured"] = "" if row.measured is None else f"<b>{size_text(row.measured)}</b>"
-    rest = "".join(f'<td data-name="{escape(name)}">{cell}</td>' for name, cell in cells.items())
-    return f'<tr><td data-name="Pipeline rank">{row.pp_rank}</td>{rest}</tr>'
 
 
 def _ms(seconds: float) -> str:

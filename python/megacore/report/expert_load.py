@@ -1,10 +1,15 @@
-"""Drawings of the load of each expert over a run, as SVG text."""
+"""Load of experts and of their ranks over a run: drawings, and the effect of clones."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from megacore.report.charts import ChartSpec, Reference, Series, legend, two_sizes
+from megacore.report.parts import card
+from megacore.report.run_files import RunFiles
+from megacore.report.series import Point, finite_points, metric_points
 
 # More layers or boxes would only increase the file size; layers are sampled evenly.
 MAX_LAYERS = 8
@@ -14,6 +19,40 @@ MAX_BINS = 60
 FULL_COLOUR = 3.0
 
 Loads = list[list[float]]
+
+
+def experts_card(run: RunFiles) -> str:
+    """Return the load of experts; empty for a model without experts."""
+    loads = relative_loads(run.metrics)
+    if not loads:
+        return ""
+    imbalance = [value for _, value in metric_points(run.metrics, "expert_imbalance")]
+    dropped = sum(int(record.get("num_dropped_copies", 0)) for record in run.metrics)
+    lost = f"{dropped:,} copies of tokens were dropped." if dropped else "No token was dropped."
+    hint = (
+        "One picture per layer: steps from left to right, experts from top to bottom. The colour "
+        "is an expert's share of the tokens: none at 0, full at three times the fair share. In the "
+        f"last step the busiest expert had {imbalance[-1]:.2f} times its share. {lost}"
+    )
+    drawings = "".join(load_drawing(layer, values) for layer, values in loads.items())
+    return card("Load of the experts", f'<div class="loads">{drawings}</div>', hint)
+
+
+def echo_card(run: RunFiles) -> str:
+    """Return the effect of clones on the load of ranks; empty without clones."""
+    series = echo_series(run.metrics)
+    if not series:
+        return ""
+    hint = (
+        "The highest load of a rank over the mean, in the layer where it is worst: as the router "
+        f"chose, and with clones of hot experts. {echo_sentence(run.metrics)}"
+    )
+    spec = ChartSpec(
+        label="Load of the fullest rank",
+        series=series,
+        references=[Reference(value=1.0, label="all ranks alike")],
+    )
+    return card("Load of the ranks", legend(spec) + two_sizes(spec, height=260), hint)
 
 
 def relative_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Loads]:
@@ -89,3 +128,45 @@ def _mean_share(loads: list[list[int]]) -> list[float]:
     totals = [sum(column) for column in zip(*loads, strict=True)]
     mean = sum(totals) / len(totals)
     return [total / mean if mean else 0.0 for total in totals]
+
+
+def echo_series(records: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """Return the max over the mean load of ranks in each step's worst layer; empty without clones.
+
+    Args:
+        records: Records of ``metrics.jsonl``.
+
+    Example:
+        >>> layer = {"imbalance_before": 1.8, "imbalance_after": 1.01}
+        >>> [series.points for series in echo_series([{"step": 1, "echo": {"1": layer}}])]
+        [[(1, 1.8)], [(1, 1.01)]]
+    """
+    before, after = (_worst(records, f"imbalance_{when}") for when in ("before", "after"))
+    if not after:
+        return []
+    return [
+        Series(name="without clones", points=before, style="second"),
+        Series(name="with clones", points=after),
+    ]
+
+
+def echo_sentence(records: Sequence[Mapping[str, Any]]) -> str:
+    """Describe clones, traffic and planning time of the last step with clone records."""
+    layers = next(record["echo"] for record in reversed(records) if record.get("echo")).values()
+    clones = sum(layer["num_clones"] for layer in layers) / len(layers)
+    mib = sum(layer["bytes_sent"] for layer in layers) / (1 << 20)
+    micros = sum(layer["plan_us"] for layer in layers) / len(layers)
+    return (
+        f"In the last step a layer had {clones:.1f} clones per microbatch. Their weights and "
+        f"gradients took {mib:,.1f} MiB in all, each plan {micros:.0f} microseconds."
+    )
+
+
+def _worst(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    return finite_points(
+        [
+            (record["step"], max(layer[key] for layer in record["echo"].values()))
+            for record in records
+            if record.get("echo")
+        ]
+    )

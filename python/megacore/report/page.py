@@ -9,6 +9,7 @@ from pathlib import Path
 from megacore.errors import MegacoreError
 from megacore.report import sections
 from megacore.report.cost import memory_card, time_card
+from megacore.report.expert_load import echo_card, experts_card
 from megacore.report.run_files import (
     METRICS_NAME,
     REPORT_NAME,
@@ -17,6 +18,7 @@ from megacore.report.run_files import (
     read_run,
     write_info,
 )
+from megacore.report.timeline import timeline_card
 
 
 def write_report(run_dir: str | Path, *, info: RunInfo | None = None) -> Path:
@@ -77,10 +79,10 @@ def _page(run: RunFiles) -> str:
             sections.sample_card(run),
             time_card(run),
             memory_card(run),
-            sections.experts_card(run),
-            sections.echo_card(run),
+            experts_card(run),
+            echo_card(run),
             sections.layout_card(run),
-            sections.timeline_card(run),
+            timeline_card(run),
             sections.settings_card(run),
             f'<div class="two">{sections.environment_card(run)}{sections.files_card(run)}</div>',
         )

@@ -14,23 +14,28 @@ from typing import Any
 from megacore.config import Config
 from megacore.config.resolved import derived_keys
 from megacore.parallel import Topology
-from megacore.report.charts import ChartSpec, Reference, Series, legend, line_chart
-from megacore.report.drawings import layout_drawing, timeline_drawings
-from megacore.report.echo_load import balanced, echo_sentence, echo_series
+from megacore.report.charts import (
+    ChartSpec,
+    Reference,
+    Series,
+    legend,
+    line_chart,
+    linear_and_log,
+)
 from megacore.report.events import event_list, events_of, layout_text, marks_of
-from megacore.report.expert_load import load_drawing, relative_loads
+from megacore.report.parts import card, scrolling, table
 from megacore.report.run_files import RunFiles
 from megacore.report.series import (
     Point,
     duration_text,
-    finite_points,
     is_finite,
+    metric_points,
     nice_axis,
     not_finite_since,
     number_text,
     smooth,
 )
-from megacore.report.timeline_table import has_pipeline, stage_table, timeline_summary
+from megacore.view import topology_svg
 
 # Number of last steps whose mean is the final loss.
 TAIL = 10
@@ -101,13 +106,13 @@ def tiles(run: RunFiles) -> str:
 
 def loss_card(run: RunFiles) -> str:
     """Return the loss curve with validation points and the unigram entropy."""
-    points = metric_points(run, "loss")
+    points = metric_points(run.metrics, "loss")
     window = max(1, len(points) // 40) | 1
     series = [Series(name="training loss", points=points, style="raw" if window > 1 else "main")]
     if window > 1:
         smoothed = smooth(points, window=window)
         series.append(Series(name=f"mean of {window} steps", points=smoothed))
-    validation = metric_points(run, "validation_loss")
+    validation = metric_points(run.metrics, "validation_loss")
     if len(validation) > 1:
         series.append(Series(name="validation", points=validation, style="second", in_legend=False))
     series.append(Series(name="validation loss", points=validation, style="second", dots=True))
@@ -128,27 +133,7 @@ def loss_card(run: RunFiles) -> str:
         f"{_not_finite_note(run)}"
     )
     body = legend(spec) + linear_and_log(spec, name="loss") + event_list(events)
-    return _card("Loss", hint, body + _validation_table(run))
-
-
-def linear_and_log(spec: ChartSpec, *, name: str) -> str:
-    """Return a chart and, below a switch, the same with a logarithmic value axis."""
-    values = [value for series in spec.series for _, value in series.points]
-    values += [reference.value for reference in spec.references]
-    if not values or min(values) <= 0:
-        return _two_sizes(spec)
-    return (
-        f'<input type="checkbox" id="log-{name}"><label for="log-{name}">log scale</label>'
-        f'<div class="linear">{_two_sizes(spec)}</div>'
-        f'<div class="log">{_two_sizes(replace(spec, log=True))}</div>'
-    )
-
-
-def _two_sizes(spec: ChartSpec, *, height: int = 380) -> str:
-    """Return a chart for wide and one for narrow pages."""
-    wide = line_chart(spec, width=1120, height=height, font=13)
-    narrow = line_chart(spec, width=360, height=270 if height > 300 else 220, font=12)
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return card("Loss", body + _validation_table(run), hint)
 
 
 def _token_ticks(run: RunFiles) -> list[tuple[float, str]]:
@@ -173,18 +158,16 @@ def _validation_table(run: RunFiles) -> str:
     last: Mapping[str, float | None] = next(
         (r["validation_losses"] for r in reversed(run.metrics) if r.get("validation_losses")), {}
     )
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>"
-        f"{'not finite' if loss is None else f'{loss:.4f}'}</td></tr>"
+    rows = [
+        (escape(name), "not finite" if loss is None else f"{loss:.4f}")
         for name, loss in last.items()
-    )
-    head = "<tr><th>validation set</th><th>last loss</th></tr>"
-    return f'<table class="sets">{head}{rows}</table>' if rows else ""
+    ]
+    return table("sets", ("validation set", "last loss"), rows)
 
 
 def small_charts(run: RunFiles) -> str:
     """Return charts of learning rate, gradient norm and speed."""
-    norms = metric_points(run, "grad_norm")
+    norms = metric_points(run.metrics, "grad_norm")
     upper = _robust_upper([value for _, value in norms])
     above = sum(value > upper for _, value in norms)
     values = "value" if above == 1 else "values"
@@ -195,7 +178,7 @@ def small_charts(run: RunFiles) -> str:
         (
             "Learning rate",
             f"Schedule: {schedule}." if schedule else "",
-            _chart([Series(name="learning rate", points=metric_points(run, "lr"))]),
+            _chart([Series(name="learning rate", points=metric_points(run.metrics, "lr"))]),
         ),
         (
             "Gradient norm",
@@ -205,44 +188,14 @@ def small_charts(run: RunFiles) -> str:
         (
             "Tokens per second",
             "All ranks together.",
-            _smoothed("tokens/s", metric_points(run, "tokens_per_s")),
+            _smoothed("tokens/s", metric_points(run.metrics, "tokens_per_s")),
         ),
     ]
     cards = "".join(
-        _card(title, hint, line_chart(replace(spec, marks=marks), width=360, height=200))
+        card(title, line_chart(replace(spec, marks=marks), width=360, height=200), hint)
         for title, hint, spec in charts
     )
     return f'<div class="row">{cards}</div>'
-
-
-def experts_card(run: RunFiles) -> str:
-    """Return the load of experts; empty for a model without experts."""
-    loads = relative_loads(run.metrics)
-    if not loads:
-        return ""
-    imbalance = [value for _, value in metric_points(run, "expert_imbalance")]
-    dropped = sum(int(record.get("num_dropped_copies", 0)) for record in run.metrics)
-    lost = f"{dropped:,} copies of tokens were dropped." if dropped else "No token was dropped."
-    hint = (
-        "One picture per layer: steps from left to right, experts from top to bottom. The colour "
-        "is an expert's share of the tokens: none at 0, full at three times the fair share. In the "
-        f"last step the busiest expert had {imbalance[-1]:.2f} times its share. {lost}"
-    )
-    drawings = "".join(load_drawing(layer, values) for layer, values in loads.items())
-    return _card("Load of the experts", hint, f'<div class="loads">{drawings}</div>')
-
-
-def echo_card(run: RunFiles) -> str:
-    """Return the effect of clones on the load of ranks; empty without clones."""
-    series = echo_series(run.metrics)
-    if not series:
-        return ""
-    hint = (
-        "The highest load of a rank over the mean, in the layer where it is worst: as the router "
-        f"chose, and with clones of hot experts. {echo_sentence(run.metrics)}"
-    )
-    spec = ChartSpec(label="Load of the fullest rank", series=series, references=[balanced()])
-    return _card("Load of the ranks", hint, legend(spec) + _two_sizes(spec, height=260))
 
 
 def layout_card(run: RunFiles) -> str:
@@ -251,23 +204,7 @@ def layout_card(run: RunFiles) -> str:
     if topology.world_size == 1:
         return ""
     hint = "Which ranks work together along each parallel axis."
-    return _card("Rank layout", hint, _scrolling("drawing", layout_drawing(topology)))
-
-
-def timeline_card(run: RunFiles) -> str:
-    """Return the predicted schedule above one measured step."""
-    if run.timeline is None or not run.timeline.measured:
-        return ""
-    above = "Above, the schedule as simulated; below, what each rank did in one step of the run. "
-    hint = above if has_pipeline(run.timeline) else ""
-    hint += (
-        f"A box is one pass of a stage, its number the microbatch. {timeline_summary(run.timeline)}"
-    )
-    # In one box, so that both stay aligned when a narrow page scrolls them.
-    drawings = "".join(timeline_drawings(run.timeline))
-    body = _scrolling("timelines", drawings) + stage_table(run.timeline)
-    title = "Pipeline schedule" if has_pipeline(run.timeline) else "Passes of a step"
-    return _card(title, hint, body)
+    return card("Rank layout", scrolling("drawing", topology_svg(topology)), hint)
 
 
 def settings_card(run: RunFiles) -> str:
@@ -284,13 +221,12 @@ def settings_card(run: RunFiles) -> str:
             if lines:
                 table = f"<h3>[{escape(name)}]</h3><table>{lines}</table>"
                 found.append(f"<section>{table}</section>")
-    hint = "Settings that differ from their default."
     folded = (
         "<details><summary>All other settings; those in <i>italics</i> were derived</summary>"
         f'<div class="settings">{"".join(others)}</div></details>'
     )
-    body = f'<p class="hint">{hint}</p><div class="settings">{"".join(changed)}</div>{folded}'
-    return f'<section class="card"><h2>Configuration</h2>{body}</section>'
+    body = f'<div class="settings">{"".join(changed)}</div>{folded}'
+    return card("Configuration", body, "Settings that differ from their default.")
 
 
 def sample_card(run: RunFiles) -> str:
@@ -300,7 +236,7 @@ def sample_card(run: RunFiles) -> str:
         return ""
     hint = "The model continues the marked start, from the validation data, at temperature 0.7."
     text = f"<mark>{escape(sample.prompt)}</mark>{escape(sample.text)}"
-    return _card("Generated text", hint, f'<pre class="generated">{text}</pre>')
+    return card("Generated text", f'<pre class="generated">{text}</pre>', hint)
 
 
 def environment_card(run: RunFiles) -> str:
@@ -309,9 +245,7 @@ def environment_card(run: RunFiles) -> str:
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
         for name, value in run.info.environment.items()
     )
-    if not rows:
-        return ""
-    return _card("Environment", "", f'<table class="environment">{rows}</table>')
+    return card("Environment", f'<table class="environment">{rows}</table>' if rows else "")
 
 
 def files_card(run: RunFiles) -> str:
@@ -329,8 +263,8 @@ def files_card(run: RunFiles) -> str:
         for name, text in known.items()
         if (run.directory / name).exists()
     )
-    where = escape(str(Path(run.directory).absolute()))
-    return _card("Files", f"In {where}", f'<ul class="files">{items}</ul>')
+    where = Path(run.directory).absolute()
+    return card("Files", f'<ul class="files">{items}</ul>', f"In {where}")
 
 
 # ---- tiles ---------------------------------------------------------------------------------------
@@ -363,7 +297,7 @@ def _loss_tile(run: RunFiles) -> str:
     since = not_finite_since(run.metrics, "loss")
     if since is not None:
         return _not_finite_tile("Loss", since)
-    points = metric_points(run, "loss")
+    points = metric_points(run.metrics, "loss")
     if not points:
         return _tile("Loss", "none", "no step was recorded")
     tail = points[-TAIL:]
@@ -378,7 +312,7 @@ def _validation_tile(run: RunFiles) -> str:
     since = not_finite_since(run.metrics, "validation_loss")
     if since is not None:
         return _not_finite_tile("Validation loss", since)
-    points = metric_points(run, "validation_loss")
+    points = metric_points(run.metrics, "validation_loss")
     if not points:
         return _tile("Validation loss", "none", "not measured")
     step, loss = points[-1]
@@ -387,8 +321,8 @@ def _validation_tile(run: RunFiles) -> str:
 
 
 def _speed_tile(run: RunFiles) -> str:
-    speeds = [value for _, value in metric_points(run, "tokens_per_s")]
-    times = [value for _, value in metric_points(run, "step_time_s")]
+    speeds = [value for _, value in metric_points(run.metrics, "tokens_per_s")]
+    times = [value for _, value in metric_points(run.metrics, "step_time_s")]
     if not speeds or not times:
         return _tile("Speed", "none", "no step was recorded")
     sub = f"median; {statistics.median(times) * 1000:,.0f} ms per step{_efficiency_text(run)}"
@@ -397,10 +331,10 @@ def _speed_tile(run: RunFiles) -> str:
 
 def _efficiency_text(run: RunFiles) -> str:
     """Return the median MFU, or operations per second where the peak is not known."""
-    shares = [value for _, value in metric_points(run, "mfu")]
+    shares = [value for _, value in metric_points(run.metrics, "mfu")]
     if shares:
         return f", MFU {statistics.median(shares):.1%}"
-    speeds = [value for _, value in metric_points(run, "tflops_per_device")]
+    speeds = [value for _, value in metric_points(run.metrics, "tflops_per_device")]
     if not speeds:
         return ""
     speed = statistics.median(speeds)
@@ -427,11 +361,6 @@ def _not_finite_note(run: RunFiles) -> str:
 
 
 # ---- charts --------------------------------------------------------------------------------------
-
-
-def metric_points(run: RunFiles, name: str) -> list[Point]:
-    """Return the finite values of one metric by step."""
-    return finite_points([(record["step"], record.get(name)) for record in run.metrics])
 
 
 def _smoothed(name: str, points: Sequence[Point], *, upper: float | None = None) -> ChartSpec:
@@ -492,14 +421,3 @@ def setting_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _scrolling(kind: str, drawing: str) -> str:
-    """Return a drawing that keeps its full size on narrow pages, with a scroll bar."""
-    note = '<p class="hint narrow">Scroll the picture sideways to see all of it.</p>'
-    return f'{note}<div class="scroll {kind}" tabindex="0">{drawing}</div>'
-
-
-def _card(title: str, hint: str, body: str) -> str:
-    note = f'<p class="hint">{escape(hint)}</p>' if hint else ""
-    return f'<section class="card"><h2>{escape(title)}</h2>{note}{body}</section>'

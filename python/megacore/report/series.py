@@ -140,6 +140,11 @@ def finite_points(points: Sequence[tuple[float, float | None]]) -> list[Point]:
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 
+def metric_points(records: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Return the finite values of one metric by step."""
+    return finite_points([(record["step"], record.get(name)) for record in records])
+
+
 def is_finite(value: float | None) -> bool:
     """Return whether a recorded value is finite; JSON stores NaN and infinity as ``None``."""
     return value is not None and math.isfinite(value)

@@ -1,17 +1,69 @@
-"""Timeline statistics: prediction and measurement, and mean times of each stage."""
+"""Predicted and measured timeline of a step: drawings, and mean times of each stage."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from html import escape
 
 from megacore.pipeline import Action, ActionKind
-from megacore.report.run_files import RunTimeline, TimelineEvent
+from megacore.report.parts import card, scrolling, table
+from megacore.report.run_files import RunFiles, RunTimeline, TimelineEvent
+from megacore.view import timeline_svg
 from megacore.view.palette import kind_colours
 
+WIDTH = 1120
+MAX_ROWS = 32
 MAX_STAGES = 32
+
+
+def timeline_card(run: RunFiles) -> str:
+    """Return the predicted schedule above one measured step."""
+    if run.timeline is None or not run.timeline.measured:
+        return ""
+    above = "Above, the schedule as simulated; below, what each rank did in one step of the run. "
+    hint = above if has_pipeline(run.timeline) else ""
+    hint += (
+        f"A box is one pass of a stage, its number the microbatch. {timeline_summary(run.timeline)}"
+    )
+    # In one box, so that both stay aligned when a narrow page scrolls them.
+    drawings = "".join(timeline_drawings(run.timeline))
+    body = scrolling("timelines", drawings) + stage_table(run.timeline)
+    title = "Pipeline schedule" if has_pipeline(run.timeline) else "Passes of a step"
+    return card(title, body, hint)
+
+
+def timeline_drawings(timeline: RunTimeline) -> list[str]:
+    """Return SVGs of the predicted and the measured step on one scale, without empty ones.
+
+    Without a pipeline, there is nothing to predict.
+    """
+    measured = _first_ranks(timeline.measured)
+    is_pipeline = has_pipeline(timeline)
+    predicted = timeline.predicted if is_pipeline else []
+    parts = {
+        "Predicted, by pipeline rank": predicted,
+        f"Measured in step {timeline.step:,}, by rank": measured,
+    }
+    makespan_ms = max(map(length_ms, parts.values()))
+    return [
+        timeline_svg(
+            events,
+            title=title,
+            width=WIDTH,
+            makespan=makespan_ms,
+            background=False,
+            idle_name="bubble" if is_pipeline else "idle",
+        )
+        for title, events in parts.items()
+        if events
+    ]
+
+
+def _first_ranks(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+    """Return the events of the lowest ranks; more rows would add no information."""
+    shown = set(sorted({event.rank for event in events})[:MAX_ROWS])
+    return [event for event in events if event.rank in shown]
 
 
 def timeline_summary(timeline: RunTimeline) -> str:
@@ -56,7 +108,6 @@ def stage_table(timeline: RunTimeline) -> str:
     kinds = [kind for kind in compute if any(kind == other for _, other in times)]
     if not kinds:
         return ""
-    head = "".join(f"<th>{escape(compute[kind].name)}</th>" for kind in kinds)
     rows = []
     for stage in sorted(ranks)[:MAX_STAGES]:
         means = [times[stage, kind] for kind in kinds]
@@ -65,16 +116,14 @@ def stage_table(timeline: RunTimeline) -> str:
             cells.append(f"{waits[stage] / len(ranks[stage]):.2f}")
         where = ", ".join(map(str, sorted(ranks[stage])[:8]))
         where += ", ..." if len(ranks[stage]) > 8 else ""
-        values = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f"<tr><td>{stage}</td><td>{where}</td>{values}</tr>")
+        rows.append([str(stage), where, *cells])
+    head = ["Stage", "Ranks", *(compute[kind].name for kind in kinds), *["Waiting"] * bool(waits)]
     more = len(ranks) - MAX_STAGES
     note = f'<p class="hint">and {more} more stages, in timeline.json</p>' if more > 0 else ""
-    waiting = "<th>Waiting</th>" if waits else ""
     also = ", and all waits for messages of the step" if waits else ""
     return (
         f'<p class="hint">Measured, in ms: the mean of a pass{also}.</p>'
-        '<table class="stages"><thead><tr><th>Stage</th><th>Ranks</th>'
-        f"{head}{waiting}</tr></thead><tbody>{''.join(rows)}</tbody></table>{note}"
+        f"{table('stages', head, rows)}{note}"
     )
 
 
