@@ -111,15 +111,18 @@ void bind_schedule(py::module_& module) {
       .def(
           "simulate",
           [](const Schedule& s, std::vector<double> forward, std::vector<double> backward_input,
-             std::vector<double> backward_weight, double send, double overlap) {
-            return simulate(s, {.forward = std::move(forward),
-                                .backward_input = std::move(backward_input),
-                                .backward_weight = std::move(backward_weight),
-                                .send = send,
-                                .overlap = overlap});
+             std::vector<double> backward_weight, double send, double overlap,
+             const std::vector<double>& backward) {
+            return simulate(s,
+                            {.forward = std::move(forward),
+                             .backward_input = std::move(backward_input),
+                             .backward_weight = std::move(backward_weight),
+                             .send = send,
+                             .overlap = overlap},
+                            backward);
           },
           py::kw_only(), "forward"_a, "backward_input"_a, "backward_weight"_a, "send"_a,
-          "overlap"_a, NoGil())
+          "overlap"_a, "backward"_a = std::vector<double>{}, NoGil())
       .def("critical_path", &critical_path, "timeline"_a, NoGil())
       .def("to_text", py::overload_cast<const Schedule&>(&to_text), NoGil())
       .def("to_csv", &to_csv, NoGil())

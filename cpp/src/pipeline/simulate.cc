@@ -37,9 +37,9 @@ int64_t peak_in_flight(std::span<const Action> actions, bool forward_only) {
 // Runs a schedule on a clock of its own per rank.
 class Simulation {
  public:
-  Simulation(const Schedule& schedule, const Costs& costs)
+  Simulation(const Schedule& schedule, const Costs& costs, const std::vector<double>& backward)
       : schedule_(schedule),
-        costs_(stage_costs(costs, schedule.num_stages())),
+        costs_(stage_costs(costs, schedule.num_stages(), backward)),
         overlap_(costs.overlap),
         starts_pair_(pair_starts(schedule)),
         index_(schedule.num_stages(), schedule.num_microbatches),
@@ -141,10 +141,12 @@ class Simulation {
 
 }  // namespace
 
-Timeline simulate(const Schedule& schedule, const Costs& costs) {
+Timeline simulate(const Schedule& schedule,
+                  const Costs& costs,
+                  const std::vector<double>& backward) {
   MC_REQUIRE(costs.overlap >= 0.0 && costs.overlap <= 1.0,
              "cost 'overlap' is {}; it is the share that is hidden, from 0 to 1", costs.overlap);
-  return Simulation(schedule, costs).run();
+  return Simulation(schedule, costs, backward).run();
 }
 
 }  // namespace megacore::pipeline

@@ -22,7 +22,7 @@ std::vector<double> per_stage(const std::vector<double>& costs, int num_stages, 
 
 }  // namespace
 
-StageCosts stage_costs(const Costs& costs, int num_stages) {
+StageCosts stage_costs(const Costs& costs, int num_stages, const std::vector<double>& backward) {
   StageCosts result{.forward = per_stage(costs.forward, num_stages, "forward"),
                     .input = per_stage(costs.backward_input, num_stages, "backward_input"),
                     .weight = per_stage(costs.backward_weight, num_stages, "backward_weight"),
@@ -30,6 +30,10 @@ StageCosts stage_costs(const Costs& costs, int num_stages) {
                     .send = costs.send};
   MC_REQUIRE(std::isfinite(costs.send) && costs.send >= 0.0,
              "cost 'send' must be a finite number of at least 0, got {}", costs.send);
+  if (!backward.empty()) {
+    result.backward = per_stage(backward, num_stages, "backward");
+    return result;
+  }
   for (size_t stage = 0; stage < result.input.size(); ++stage) {
     result.backward.push_back(result.input[stage] + result.weight[stage]);
   }

@@ -13,11 +13,14 @@ struct StageCosts {
   std::vector<double> forward;
   std::vector<double> input;
   std::vector<double> weight;
-  std::vector<double> backward;  // input + weight
+  std::vector<double> backward;
   double send;
 };
 
-// Throws std::invalid_argument for costs that are negative, not finite, or too few.
-StageCosts stage_costs(const Costs& costs, int num_stages);
+// A fused backward takes `backward`, one entry for all stages or one per stage; empty for the sum
+// of both halves. Throws std::invalid_argument for costs that are negative, not finite, or too few.
+StageCosts stage_costs(const Costs& costs,
+                       int num_stages,
+                       const std::vector<double>& backward = {});
 
 }  // namespace megacore::pipeline

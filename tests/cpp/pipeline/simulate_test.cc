@@ -17,6 +17,13 @@ namespace {
 // Times that no closed form hits by accident.
 const Costs kUneven = {.forward = {3.0}, .backward_input = {4.0}, .backward_weight = {1.5}};
 
+TEST(Simulate, AWholeBackwardCanHaveATimeOfItsOwn) {
+  const Schedule whole = one_f_one_b({.num_ranks = 2, .num_microbatches = 3});
+  EXPECT_DOUBLE_EQ(simulate(whole, kUneven, {5.0}).makespan, (3.0 + 5.0) * 4);
+  EXPECT_DOUBLE_EQ(simulate(whole, kUneven, {5.0, 2.0}).busy[1], (3.0 + 2.0) * 3);
+  EXPECT_THROW(simulate(whole, kUneven, {5.0, 2.0, 1.0}), std::invalid_argument);
+}
+
 TEST(Simulate, MatchesTheClosedFormsOfGpipeAndOneFOneB) {
   for (int p = 1; p <= 9; ++p) {
     for (int m = 1; m <= 20; ++m) {

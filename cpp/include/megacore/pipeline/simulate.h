@@ -44,9 +44,12 @@ struct Timeline {
 
 // Every rank runs its actions in order, each as early as its inputs allow. A pair that overlaps
 // starts when it has the inputs of both and gives the outputs of both at its end; its spans share
-// its time. O(actions).
+// its time. A fused backward takes `backward`, one entry for all stages or one per stage, as it was
+// measured; empty for the sum of its halves. O(actions).
 // Throws std::invalid_argument for negative or missing costs, and for a schedule that deadlocks.
 // REQUIRES: stages and microbatches of all actions are in range (see validate()).
-Timeline simulate(const Schedule& schedule, const Costs& costs);
+Timeline simulate(const Schedule& schedule,
+                  const Costs& costs,
+                  const std::vector<double>& backward = {});
 
 }  // namespace megacore::pipeline
