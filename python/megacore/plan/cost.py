@@ -104,7 +104,7 @@ class LayerCosts:
         """Price all parts; nothing depends on ``pp``, ``chunks``, ``schedule`` or ``zero``."""
         self.model, self.spec, self.device = model, spec, device
         self.tokens = spec.microbatch * model.seq / spec.cp
-        self.split = spec.tp if spec.sequence_parallel else 1  # between tensor parallel regions
+        self.split = spec.token_split
         self.local = self.tokens / self.split
         self.bandwidth = device.peak_hbm * device.memory_bound_efficiency
         is_fp32 = spec.precision == "fp32"

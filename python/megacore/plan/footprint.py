@@ -75,9 +75,8 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     Source: Korthikanti et al., arXiv:2205.05198, extended to grouped queries, latent attention,
     experts and 8-bit products.
     """
-    wide = 4 if spec.precision == "fp32" else 2
+    wide, split = spec.width, spec.token_split
     saved = 1 if spec.is_fp8 else wide  # input of a matrix product
-    split = spec.tp if spec.sequence_parallel else 1
     h, t = model.hidden, spec.tp
     norm_inputs = 2 * wide * h / split
     norm_outputs = 2 * saved * h / (1 if spec.plain_autograd else split)
@@ -136,7 +135,7 @@ def context_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     """
     if spec.cp == 1:
         return 0.0, 0.0
-    wide = 4 if spec.precision == "fp32" else 2
+    wide = spec.width
     queries, values = model.head_dims
     kv_heads = model.heads if model.kv_lora else model.kv_heads
     width = kv_heads * (queries + values) / spec.tp
@@ -161,17 +160,15 @@ def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     The layer's recomputed activations, and the gradients inside of its MLP: of the output, and of
     the input of the activation; that of its output takes the place of the output itself.
     """
-    wide = 4 if spec.precision == "fp32" else 2
     kept, whole = layer_bytes(model, spec, moe)
     rows = 1 + (model.top_k / spec.tp * spec.load(model.experts) if moe else 0)
     gated = model.experts_gated if moe else model.gated
     inner = (2 if gated else 1) * mlp_width(model, spec)
-    return whole - kept + wide * (rows * model.hidden + inner)
+    return whole - kept + spec.width * (rows * model.hidden + inner)
 
 
 def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     """Return the bytes per token of output gradients that a layer keeps between I and W."""
-    wide = 4 if spec.precision == "fp32" else 2
     inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
     if moe:
         copies = model.top_k / spec.tp * spec.load(model.experts)
@@ -179,7 +176,7 @@ def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
         inner += copies * experts + 2 * model.shared_ffn / spec.tp
     else:
         inner += (2 if model.gated else 1) * model.ffn / spec.tp
-    return wide * (inner + 2 * model.hidden)
+    return spec.width * (inner + 2 * model.hidden)
 
 
 def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
@@ -188,9 +185,8 @@ def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     block = loss_columns(model, spec)
     if block is not None:
         # The sum of exponentials and the labels; at the peak also the gradients of both inputs.
-        wide = 4 if spec.precision == "fp32" else 2
         logits = 4 if spec.precision == "fp32" else 6
-        weight = wide * columns * model.hidden / (spec.microbatch * model.seq / spec.cp)
+        weight = spec.width * columns * model.hidden / (spec.microbatch * model.seq / spec.cp)
         return 12, 12 + logits * block + 4 * model.hidden + weight
     peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
     if spec.precision == "fp32" and spec.loss == "unfused":
@@ -230,11 +226,10 @@ def footprints(
     kept = _by_stage(counts, model, {moe: tokens * each[0] for moe, each in by_kind.items()})
     offload = max(0.0, 1 - spec.offload_layers / max(1, model.layers / spec.pp))
     kept = [each * offload for each in kept]
-    split = spec.tp if spec.sequence_parallel else 1
-    kept[-1] += tokens * (2 * model.hidden / split + 2 * model.hidden / split)
+    kept[-1] += tokens * 4 * model.hidden / spec.token_split
     working = tokens * max(whole for _, whole in by_kind.values())
     if "layer" in spec.recompute:  # the recomputed layer and the gradients inside of its MLP
-        working += tokens * 3 * (4 if spec.precision == "fp32" else 2) * mlp_width(model, spec)
+        working += tokens * 3 * spec.width * mlp_width(model, spec)
     # Elsewhere fewer bytes than with the output layer, where its gradients wait beside a layer's.
     passing = working
     if spec.plain_autograd:
@@ -299,12 +294,7 @@ def _state(
 ) -> dict[str, float]:
     sizes = [stage_params(model, spec, counts, stage) for stage in mine]
     dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-    shards = spec.dp * spec.cp // spec.instances
-    expert_shards = max(1, spec.edp // spec.instances)
-    owned = dense / shards + experts / expert_shards
-    both = dense + experts
-    if spec.zero == 0:
-        owned = both
+    both, owned = dense + experts, spec.owned(dense, experts)
     if spec.zero < 3:
         return {
             "weights": spec.param_bytes * both,

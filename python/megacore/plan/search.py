@@ -246,15 +246,17 @@ class _Pricer:
 
     def __init__(self, model: ModelSpec, spec: RunSpec, device: Device, costs: LayerCosts) -> None:
         self.model, self.device, self.costs = model, device, costs
+        # Share of the layers with and without experts.
+        count = Counter(model.moe_layers)
+        self.share = {moe: number / count.total() for moe, number in count.items()}
         mean = Cost()
-        for moe in set(model.moe_layers):
-            mean.plus(costs.by_kind[moe], model.moe_layers.count(moe) / len(model.moe_layers))
+        for moe, share in self.share.items():
+            mean.plus(costs.by_kind[moe], share)
         self.mean = mean
         self.ends = costs.head.total * (1 + model.mtp) / mean.total + model.mtp
         tokens = spec.microbatch * model.seq / spec.cp
-        layers = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
-        share = {moe: model.moe_layers.count(moe) / len(model.moe_layers) for moe in layers}
-        self.kept = tokens * sum(layers[moe][0] * share[moe] for moe in layers)
+        layers = {moe: layer_bytes(model, spec, moe) for moe in self.share}
+        self.kept = tokens * sum(layers[moe][0] * share for moe, share in self.share.items())
         self.working = tokens * max(whole for _, whole in layers.values())
         self.logits = tokens * head_bytes(model, spec)[1]
         if spec.tp > 1:
@@ -292,15 +294,13 @@ class _Pricer:
     def _bytes(self, spec: RunSpec, layers: float, flight: float) -> float:
         model, device = self.model, self.device
         dense = experts = 0.0
-        for moe in set(model.moe_layers):
-            number = layers * model.moe_layers.count(moe) / len(model.moe_layers)
+        for moe, share in self.share.items():
             shared, own = model.layer_params(moe, spec.tp, spec.ep * spec.etp)
-            dense += number * shared
-            experts += number * own
+            dense += layers * share * shared
+            experts += layers * share * own
         dense += model.vocab * model.hidden / spec.tp
-        owned = dense / (spec.dp * spec.cp) + experts / spec.edp
         state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
-        state += spec.state_bytes * owned + self.slots
+        state += spec.state_bytes * spec.owned(dense, experts) + self.slots
         last = max(self.working, self.logits) if spec.pp == 1 else self.working
         tensors = (state + flight * layers * self.kept + last) * (1 + device.memory_workspace)
         outside = device.memory_context_gib + 3 * device.memory_comm_gib

@@ -293,6 +293,23 @@ class RunSpec:
         bound = self.echo.guaranteed_factor(experts // self.ep) if self.slots else None
         return self.imbalance if bound is None else min(self.imbalance, bound)
 
+    def owned(self, dense: float, experts: float) -> float:
+        """Return the weights of a rank of which it holds the optimizer state."""
+        if self.zero == 0:
+            return dense + experts
+        shards, expert_shards = self.dp * self.cp // self.instances, self.edp // self.instances
+        return dense / shards + experts / max(1, expert_shards)
+
+    @property
+    def token_split(self) -> int:
+        """Ranks that share the tokens between tensor parallel regions."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of an activation that is not in 8 bits."""
+        return 4 if self.precision == "fp32" else 2
+
     @property
     def is_fp8(self) -> bool:
         """True if products with weights are computed in 8 bits."""

@@ -265,9 +265,7 @@ def per_step(
                 (gather, behind_params, hides_params),
             )
         )
-    shards = 1 if spec.zero == 0 else spec.dp * spec.cp // spec.instances
-    expert_shards = 1 if spec.zero == 0 else max(1, spec.edp // spec.instances)
-    owned = dense / shards + experts / expert_shards
+    owned = spec.owned(dense, experts)
     resident = owned if spec.zero == 3 else dense + experts
     traffic = owned * 32 + resident * 2 * spec.grad_bytes
     bandwidth = device.peak_hbm * device.memory_bound_optimizer
