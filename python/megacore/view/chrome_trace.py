@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megacore._core import Action, ActionKind
-from megacore.pipeline import Costs, Schedule
+from megacore.pipeline import Costs, Event, Schedule
 
 _DEFAULT_COSTS = Costs()
 _SHORTEST_US = 1.0  # of a message; viewers tie no arrow to a slice without length
@@ -37,15 +37,6 @@ _COLOURS = {
 }
 
 
-class TracedAction(NamedTuple):
-    """Compute action, in microseconds."""
-
-    rank: int
-    action: Action
-    start_us: float
-    end_us: float
-
-
 class TracedMessage(NamedTuple):
     """Message between two ranks, in microseconds."""
 
@@ -58,27 +49,27 @@ class TracedMessage(NamedTuple):
 
 
 def trace_document(
-    actions: Iterable[TracedAction],
+    actions: Iterable[Event],
     messages: Iterable[TracedMessage],
     *,
-    waits: Iterable[TracedAction] = (),
+    waits: Iterable[Event] = (),
     about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return a trace as a JSON object in the Trace Event Format.
 
     Args:
-        actions: Compute actions of all ranks. Actions that overlap in time, such as interleaved
-            pairs, get separate rows, as do messages of one stream.
+        actions: Compute actions of all ranks, in microseconds. Actions that overlap in time, such
+            as interleaved pairs, get separate rows, as do messages of one stream.
         messages: Messages between the actions.
         waits: Receives that blocked a rank; shown in the rank's compute row.
         about: Metadata stored in the file.
     """
     trace = _Trace()
-    by_rank: defaultdict[int, list[TracedAction]] = defaultdict(list)
+    by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for action in (*actions, *waits):
         by_rank[action.rank].append(action)
     for rank, mine in by_rank.items():
-        mine.sort(key=lambda action: action.start_us)
+        mine.sort(key=lambda action: action.start)
         trace.name_rank(rank)
         for action in mine:
             trace.add_compute(action)
@@ -109,11 +100,11 @@ class _Trace:
         self._name("process_sort_index", rank, 0, {"sort_index": rank})
         self._row(rank, _STREAMS.index("compute"), 0.0, 0.0)
 
-    def add_compute(self, traced: TracedAction) -> None:
+    def add_compute(self, traced: Event) -> None:
         """Add an action, or the wait for a message."""
-        rank, action, start_us, end_us = traced
-        tid = self._row(rank, _STREAMS.index("compute"), start_us, end_us)
-        at = {"pid": rank, "tid": tid, "ts": start_us, "dur": end_us - start_us}
+        rank, action, start, end = traced
+        tid = self._row(rank, _STREAMS.index("compute"), start, end)
+        at = {"pid": rank, "tid": tid, "ts": start, "dur": end - start}
         if action.kind in _CATEGORIES:
             args = {"stage": action.stage, "microbatch": action.microbatch}
             about = {"cat": _CATEGORIES[action.kind], "cname": _COLOURS[action.kind], "args": args}
@@ -122,7 +113,7 @@ class _Trace:
             about = {"cat": "wait", "cname": "grey", "args": {}}
             self.events.append({"ph": "X", "name": f"wait for {action}", **about, **at})
 
-    def add_memory(self, rank: int, actions: Sequence[TracedAction]) -> None:
+    def add_memory(self, rank: int, actions: Sequence[Event]) -> None:
         """Add a counter of held activations: from a forward until its B, or W if there is one."""
         freed = {
             (action.action.stage, action.action.microbatch)
@@ -133,11 +124,11 @@ class _Trace:
         for action in actions:
             kind = action.action.kind
             if kind is ActionKind.FORWARD:
-                changes[action.start_us] += 1
+                changes[action.start] += 1
                 if (action.action.stage, action.action.microbatch) not in freed:
-                    changes[action.end_us] -= 1
+                    changes[action.end] -= 1
             elif kind is not ActionKind.BACKWARD_INPUT:
-                changes[action.end_us] -= 1
+                changes[action.end] -= 1
         held = 0
         for time_us, change in sorted(changes.items()):
             held += change
@@ -197,17 +188,17 @@ def simulated_trace(
         [('0F0', 1000.0), ('0B0', 2000.0)]
     """
     actions = [
-        TracedAction(rank, action, start * unit_us, end * unit_us)
+        Event(rank, action, start * unit_us, end * unit_us)
         for rank, action, start, end in schedule.simulate(costs).events
     ]
-    made_us = {(action.rank, action.action): action.end_us for action in actions}
+    made_us = {(action.rank, action.action): action.end for action in actions}
     for rank in range(schedule.num_ranks):
         order = schedule.actions(rank)
         for first in schedule.overlaps(rank):  # a pair gives both its outputs at its end
             made_us[rank, order[first]] = made_us[rank, order[first + 1]]
     messages = []
     for sender, receiver, sent, received in _channels(schedule):
-        start_us = made_us[sender, _maker(sent, made_us, sender)]
+        start_us = made_us[sender, _compute_of(sent, made_us, sender)]
         end_us = start_us + costs.send * unit_us
         messages.append(TracedMessage(sender, receiver, sent, received, start_us, end_us))
     return trace_document(actions, messages, about={"schedule": schedule.name, "kind": "simulated"})
@@ -232,7 +223,7 @@ def measured_trace(
     origin = min((start for start, _ in spans.values()), default=0.0)
     actions, waits = [], []
     for (rank, action), (start, end) in spans.items():
-        traced = TracedAction(rank, action, start - origin, end - origin)
+        traced = Event(rank, action, start - origin, end - origin)
         if action.kind in _CATEGORIES:
             actions.append(traced)
         elif action.kind in _RECEIVES:
@@ -241,10 +232,10 @@ def measured_trace(
     messages = []
     for ranks in pipelines:
         for sender, receiver, sent, received in _channels(schedule):
-            maker = done.get((ranks[sender], _maker(sent, done, ranks[sender])))
-            reader = done.get((ranks[receiver], _reader(received, done, ranks[receiver])))
+            maker = done.get((ranks[sender], _compute_of(sent, done, ranks[sender])))
+            reader = done.get((ranks[receiver], _compute_of(received, done, ranks[receiver])))
             if maker is not None and reader is not None:
-                start_us, end_us = maker.end_us, max(reader.start_us, maker.end_us)
+                start_us, end_us = maker.end, max(reader.start, maker.end)
                 message = (ranks[sender], ranks[receiver], sent, received, start_us, end_us)
                 messages.append(TracedMessage(*message))
     about = {"schedule": schedule.name, "kind": "measured"}
@@ -272,21 +263,16 @@ def _channels(schedule: Schedule) -> list[tuple[int, int, Action, Action]]:
     ]
 
 
-def _maker(sent: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
-    """Find the action whose output is sent: F, or the B or I that ran."""
-    return _counterpart(sent, sent.kind is ActionKind.SEND_FORWARD, done, rank)
+def _compute_of(message: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
+    """Find the action that makes what is sent or reads what is received: F, or the B or I that ran.
 
-
-def _reader(received: Action, done: Mapping[tuple[int, Action], Any], rank: int) -> Action:
-    """Find the action that reads a received message."""
-    return _counterpart(received, received.kind is ActionKind.RECV_FORWARD, done, rank)
-
-
-def _counterpart(
-    action: Action, is_forward: bool, done: Mapping[tuple[int, Action], Any], rank: int
-) -> Action:
+    Args:
+        message: A send or receive.
+        done: Actions that ran, by rank and action.
+        rank: Rank of the message.
+    """
+    if message.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD):
+        return Action(message.stage, ActionKind.FORWARD, message.microbatch)
     kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-    if is_forward:
-        return Action(action.stage, ActionKind.FORWARD, action.microbatch)
-    whole, half = (Action(action.stage, kind, action.microbatch) for kind in kinds)
+    whole, half = (Action(message.stage, kind, message.microbatch) for kind in kinds)
     return whole if (rank, whole) in done else half
