@@ -1,12 +1,16 @@
-"""Output files of commands."""
+"""Output of commands: files and tables."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def require_folder(file: str | None) -> None:
@@ -25,6 +29,23 @@ def require_folder(file: str | None) -> None:
         raise ConfigError(f"cannot write {file}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ConfigError(f"cannot write {file}: it is a folder; name a file in it")
+
+
+def plain_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Return a table without lines, for columns of text and then of numbers.
+
+    Args:
+        left: Names of the columns that are aligned left.
+        right: Names of those that are aligned right.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def write_output(file: str | None, write: Callable[[Path], object]) -> None:

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.cli.values import whole_number
+from megacore.cli.outputs import plain_table
+from megacore.cli.values import refuse_given, whole_number
 from megacore.config import ResolvedConfig, stages_of_ranks
 from megacore.config.graph_rules import graph_scopes
 from megacore.config.train import RECOMPUTE_MODULES
@@ -90,11 +91,13 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     if args.gpus is not None:
-        _require_no_tables(args)
+        refused = "{} cannot be combined with --gpus; leave one out"
+        refuse_given(args, ("nproc",), refused.replace("{}", "--world-size"))
+        refuse_given(args, ("buffers", "shard", "echo"), refused)
         from megacore.cli.plan_forecast import run as predict
 
         return predict(args)
-    _require_gpus(args)
+    refuse_given(args, _PREDICTION_OPTIONS, "{} belongs to a prediction; add --gpus N")
     from megacore.cli.train import default_nproc, load_with_nproc, resolve_for_training
 
     _require_one_form(args)
@@ -121,22 +124,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(plan, config, world_size)
     return 0
-
-
-def _require_no_tables(args: argparse.Namespace) -> None:
-    """Raise an error for options of the plan without --gpus, which would be ignored."""
-    for name in ("nproc", "buffers", "shard", "echo"):
-        if getattr(args, name) not in (None, False):
-            option = "world-size" if name == "nproc" else name
-            raise ConfigError(f"--{option} cannot be combined with --gpus; leave one out")
-
-
-def _require_gpus(args: argparse.Namespace) -> None:
-    """Raise an error for options of a prediction without the number of devices."""
-    for name in _PREDICTION_OPTIONS:
-        if getattr(args, name) not in (None, False):
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} belongs to a prediction; add --gpus N")
 
 
 def _require_one_form(args: argparse.Namespace) -> None:
@@ -293,17 +280,13 @@ def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:
 
 
 def _rank_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Any:
-    from rich.table import Table
-
     from megacore.plan.footprint import memory_unit
 
     unit, unit_bytes = memory_unit(max(rank.total_bytes for rank in plan.ranks))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("pp", "ranks", "layers"):
-        table.add_column(name, no_wrap=True)
     sizes_columns = ("params", "grads", "optim", f"sum {unit}")
-    for name in ("parameters", "buckets", *sizes_columns, "held", "busy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(
+        ("pp", "ranks", "layers"), ("parameters", "buckets", *sizes_columns, "held", "busy")
+    )
     for rank in plan.ranks:
         sizes = (rank.param_bytes, rank.grad_bytes, rank.optimizer_bytes, rank.total_bytes)
         table.add_row(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megacore.cli.outputs import require_folder, write_output
+from megacore.cli.outputs import plain_table, require_folder, write_output
 from megacore.config import Config, ResolvedConfig, config_to_toml, load_config, resolve
 from megacore.errors import ConfigError
 
@@ -277,12 +277,8 @@ def _tflops(flops: float) -> str:
 def _memory_table(found: Forecast, unit_bytes: int) -> Table:
     from megacore.plan.footprint import GIB
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("pp", "layers"):
-        table.add_column(name, no_wrap=True)
     shown = ("weights", "gradients", "optimizer", "activations")
-    for name in (*shown, "other", "total"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(("pp", "layers"), (*shown, "other", "total"))
     table.add_column(f"of {found.capacity / GIB:.0f} GiB", no_wrap=True)
     rows = list(found.ranks)
     skipped = len(rows) - 16
@@ -329,9 +325,9 @@ def _print_scaling(args: argparse.Namespace, found: list[Forecast]) -> None:
         return
     from megacore.plan.footprint import GIB
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("gpus", "dp", "GiB", "verdict", "step", "tokens/s/GPU", "tokens/s", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(
+        (), ("gpus", "dp", "GiB", "verdict", "step", "tokens/s/GPU", "tokens/s", "efficiency")
+    )
     first = found[0].tokens_per_gpu
     for each in found:
         table.add_row(
@@ -440,10 +436,10 @@ def _print_search(
         console.print("none fits; use more devices, or a larger kind", soft_wrap=True)
         return
     front = {id(each) for each in fastest_by_memory([each for _, each in legal])}
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("", "tp", "cp", "pp", "chunks", "schedule", "ep", "etp", "mb", "recompute",
-                 "overlap", "GiB", "step", "tokens/s/GPU", "limited by"):  # fmt: skip
-        table.add_column(name, no_wrap=True)
+    table = plain_table(
+        ("", "tp", "cp", "pp", "chunks", "schedule", "ep", "etp", "mb", "recompute", "overlap",
+         "GiB", "step", "tokens/s/GPU", "limited by")
+    )  # fmt: skip
     for _, each in legal:
         spec = each.spec
         table.add_row(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +145,7 @@ def _print_json(topology: Topology, tokens: dict[str, tuple[str, ...]]) -> None:
     }
     for name, wanted in tokens.items():
         result[name] = {token: _view(topology, name).get_ranks(token) for token in wanted}
-    json.dump(result, sys.stdout)
-    print()
+    print(json.dumps(result))
 
 
 def _print_tables(

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -23,8 +22,11 @@ from megacore.cli.schedule_auto import (
     with_stage_costs,
 )
 from megacore.cli.schedule_compare import run_compare
-from megacore.cli.schedule_options import require_options_fit
-from megacore.cli.schedule_program import add_program_options, print_programs
+from megacore.cli.schedule_options import (
+    add_program_options,
+    print_programs,
+    require_options_fit,
+)
 from megacore.cli.values import number, whole_number
 from megacore.errors import ConfigError
 
@@ -231,8 +233,7 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
     }
     if schedule.certificate is not None:
         result["certificate"] = certificate_json(schedule.certificate)
-    json.dump(result, sys.stdout)
-    print()
+    print(json.dumps(result))
 
 
 def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:

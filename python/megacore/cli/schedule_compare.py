@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -109,8 +108,7 @@ def _print_json(comparison: Comparison) -> None:
         }
         for row in comparison.rows
     ]
-    json.dump({"schedules": rows, "not_applicable": comparison.refused}, sys.stdout)
-    print()
+    print(json.dumps({"schedules": rows, "not_applicable": comparison.refused}))
 
 
 def _print_text(args: argparse.Namespace, costs: Costs, comparison: Comparison) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from megacore.errors import ConfigError
 
@@ -53,6 +54,26 @@ def require_at_least(args: argparse.Namespace, **least: int) -> None:
         if value is not None and value < smallest:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be at least {smallest}, got {value}")
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], sentence: str) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        args: Arguments of the command line.
+        names: Options, as attributes of ``args``.
+        sentence: Message, with ``{}`` for the option.
+
+    Raises:
+        ConfigError: If one of the options was given.
+
+    Example:
+        >>> refuse_given(argparse.Namespace(top=None), ["top"], "{} belongs to a search")
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise ConfigError(sentence.format(f"--{name.replace('_', '-')}"))
 
 
 def _bounded(text: str, largest: int) -> int:
