@@ -6,16 +6,12 @@
 #include <cstdint>
 
 #include "megacore/base/host_device.h"
+#include "megacore/base/splitmix.h"
 
 namespace megacore::layers {
 
-inline constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
-
-MC_HOST_DEVICE uint64_t mixed(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31);
-}
+using base::kGolden;
+using base::mixed;
 
 // First number of a token.
 MC_HOST_DEVICE uint64_t start_of_token(int64_t key, int64_t sample, int64_t position) {

@@ -6,7 +6,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "search/admission.h"
 #include "search/beam_state.h"
 
 namespace megacore::pipeline {

@@ -4,7 +4,7 @@
 #include <bit>
 #include <utility>
 
-#include "search/admission.h"
+#include "megacore/base/splitmix.h"
 
 namespace megacore::pipeline {
 namespace {
@@ -45,13 +45,6 @@ std::vector<int32_t> neighbours_of(const Instance& instance, int rank) {
   return ranks;
 }
 
-// The finaliser of SplitMix64.
-uint64_t scrambled(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
-
 }  // namespace
 
 int32_t History::add(int32_t before, const Token& token) {
@@ -77,7 +70,6 @@ BeamModel::BeamModel(const Instance& instance, const DueTimes& due)
     : instance_(instance),
       due_(due),
       mask_(std::bit_ceil(capacity_of(instance)) - 1),
-      release_(instance.split ? Part::kWeight : Part::kBackward),
       tails_(tails_of(instance)) {
   for (int rank = 0; rank < instance.num_ranks(); ++rank) {
     neighbours_.push_back(neighbours_of(instance, rank));
@@ -220,13 +212,6 @@ void BeamModel::look_at_forward(const BeamState& state,
   outlook.next = std::min(outlook.next, start);
 }
 
-void BeamModel::hold(BeamState& state, const Token& token, int64_t sign) const {
-  const auto rank = static_cast<size_t>(instance_.placement.rank_of(token.stage));
-  const int64_t size = instance_.size[static_cast<size_t>(token.stage)];
-  if (token.part == Part::kForward) state.held[rank] += sign * size;
-  if (token.part == release_) state.held[rank] -= sign * size;
-}
-
 BeamModel::Undo BeamModel::apply(BeamState& state, const Token& token, double start) const {
   const auto rank = static_cast<size_t>(instance_.placement.rank_of(token.stage));
   const Undo before{state.free_at[rank], state.left[rank]};
@@ -235,7 +220,7 @@ BeamModel::Undo BeamModel::apply(BeamState& state, const Token& token, double st
   if (token.part != Part::kWeight) state.ends[place(token.stage, token.part, microbatch)] = end;
   state.free_at[rank] = end;
   state.left[rank] -= instance_.duration(token);
-  hold(state, token, 1);
+  state.held[rank] += instance_.held_by(token);
   return before;
 }
 
@@ -244,12 +229,12 @@ void BeamModel::undo(BeamState& state, const Token& token, const Undo& before) c
   --state.counts[slot_of(token)];
   state.free_at[rank] = before.free_at;
   state.left[rank] = before.left;
-  hold(state, token, -1);
+  state.held[rank] -= instance_.held_by(token);
 }
 
 uint64_t BeamModel::key_after(const BeamState& state, const Token& token) const {
   const auto count = static_cast<uint64_t>(state.counts[slot_of(token)]);
-  return state.key + scrambled((count << 32) + slot_of(token) + 1);
+  return state.key + base::mixed((count << 32) + slot_of(token) + 1);
 }
 
 }  // namespace megacore::pipeline

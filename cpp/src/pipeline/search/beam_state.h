@@ -65,7 +65,7 @@ class BeamModel {
 
   // How many actions of a kind and stage have run.
   int count(const BeamState& state, int stage, Part part) const {
-    return state.counts[static_cast<size_t>(stage) * 3 + static_cast<size_t>(part)];
+    return state.counts[slot_of({stage, part})];
   }
   // When the F or B (I) of a microbatch ended that waits for its next stage.
   double& end_of(BeamState& state, int stage, Part part, int microbatch) const {
@@ -112,12 +112,10 @@ class BeamModel {
                        int stage,
                        double release,
                        RankOutlook& outlook) const;
-  void hold(BeamState& state, const Token& token, int64_t sign) const;
 
   const Instance& instance_;
   const DueTimes& due_;
   size_t mask_;  // a power of two less 1
-  Part release_;
   std::vector<double> tails_;
   std::vector<std::vector<int32_t>> neighbours_;
   std::vector<Input> inputs_;  // [stage * 3 + part]

@@ -56,10 +56,7 @@ class Search {
     double bound;
   };
 
-  size_t slot(int stage, Part part) const {
-    return static_cast<size_t>(stage) * 3 + static_cast<size_t>(part);
-  }
-  int count(int stage, Part part) const { return count_[slot(stage, part)]; }
+  int count(int stage, Part part) const { return count_[slot_of({stage, part})]; }
   int num_left(int stage, Part part) const {
     return instance_.num_microbatches - count(stage, part);
   }
@@ -168,12 +165,12 @@ class Search {
   void apply(const Step& step) {
     const auto [token, start, unused] = step;
     const size_t rank = rank_of(token.stage);
-    const int microbatch = count_[slot(token.stage, token.part)]++;
+    const int microbatch = count_[slot_of(token)]++;
     const double end = start + instance_.duration(token);
     if (token.part != Part::kWeight) {
       ends_[token.part == Part::kForward ? 0 : 1][instance_.at(token.stage, microbatch)] = end;
     }
-    hold(token, rank, 1);
+    held_[rank] += instance_.held_by(token);
     saved_.push_back(free_at_[rank]);
     free_at_[rank] = end;
     path_.push_back(token);
@@ -184,16 +181,8 @@ class Search {
     path_.pop_back();
     free_at_[rank] = saved_.back();
     saved_.pop_back();
-    hold(step.token, rank, -1);
-    --count_[slot(step.token.stage, step.token.part)];
-  }
-
-  void hold(const Token& token, size_t rank, int64_t sign) {
-    const int64_t size = instance_.size[static_cast<size_t>(token.stage)];
-    if (token.part == Part::kForward) held_[rank] += sign * size;
-    if (token.part == (instance_.split ? Part::kWeight : Part::kBackward)) {
-      held_[rank] -= sign * size;
-    }
+    held_[rank] -= instance_.held_by(step.token);
+    --count_[slot_of(step.token)];
   }
 
   // No completion of the partial solution ends before this.

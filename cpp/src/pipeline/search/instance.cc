@@ -101,16 +101,12 @@ Schedule schedule_of(const Orders& orders, const Instance& instance, std::string
 }
 
 std::vector<int64_t> peak_memory(const Orders& orders, const Instance& instance) {
-  const Part release = instance.split ? Part::kWeight : Part::kBackward;
   std::vector<int64_t> peaks(instance.limit.size(), 0);
   for (size_t rank = 0; rank < peaks.size(); ++rank) {
     int64_t held = 0;
     for (size_t i = orders.offsets[rank]; i < orders.offsets[rank + 1]; ++i) {
-      const Token& token = orders.tokens[i];
-      const int64_t size = instance.size[static_cast<size_t>(token.stage)];
-      if (token.part == Part::kForward) held += size;
+      held += instance.held_by(orders.tokens[i]);
       peaks[rank] = std::max(peaks[rank], held);
-      if (token.part == release) held -= size;
     }
   }
   return peaks;
@@ -119,6 +115,34 @@ std::vector<int64_t> peak_memory(const Orders& orders, const Instance& instance)
 bool fits_memory(const Orders& orders, const Instance& instance) {
   const std::vector<int64_t> peaks = peak_memory(orders, instance);
   return std::equal(peaks.begin(), peaks.end(), instance.limit.begin(), std::less_equal<>());
+}
+
+bool leaves_room(const Instance& instance,
+                 const std::vector<int>& counts,
+                 int64_t held,
+                 int stage) {
+  const auto done = [&](int32_t other, Part part) { return counts[slot_of({other, part})]; };
+  const auto s = static_cast<size_t>(stage);
+  const int rank = instance.placement.rank_of(stage);
+  const int microbatch = done(stage, Part::kForward);
+  const int64_t limit = instance.limit[static_cast<size_t>(rank)];
+  if (held + instance.size[s] > limit) return false;
+  const auto stages = instance.placement.stages_of(rank);
+  for (const int32_t later : stages) {
+    const int oldest = done(later, Part::kForward);
+    if (later <= stage || oldest >= microbatch) continue;
+    // Room for microbatch `oldest`, when all before it are gone: what it and later ones hold now,
+    // this F, and its own forwards to come.
+    int64_t room = instance.size[s];
+    for (const int32_t other : stages) {
+      const int forwards = done(other, Part::kForward);
+      const int64_t size = instance.size[static_cast<size_t>(other)];
+      room += size * std::max(forwards - std::max(done(other, instance.release()), oldest), 0);
+      if (forwards <= oldest) room += size;
+    }
+    if (room > limit) return false;
+  }
+  return true;
 }
 
 OrderTimer::OrderTimer(const Instance& instance)

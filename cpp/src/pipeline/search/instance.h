@@ -71,6 +71,13 @@ struct Instance {
            : token.part == Part::kBackward ? backward[stage]
                                            : weight[stage];
   }
+  // The last action that reads the activation of a forward.
+  Part release() const { return split ? Part::kWeight : Part::kBackward; }
+  // What an action adds to the activations that its rank holds; less than 0 if it frees one.
+  int64_t held_by(const Token& token) const {
+    const int64_t activation = size[static_cast<size_t>(token.stage)];
+    return token.part == Part::kForward ? activation : token.part == release() ? -activation : 0;
+  }
   // Work of a rank per microbatch.
   double work(int rank) const;
   // The same problem with another number of microbatches.
@@ -89,6 +96,13 @@ Schedule schedule_of(const Orders& orders, const Instance& instance, std::string
 std::vector<int64_t> peak_memory(const Orders& orders, const Instance& instance);
 // Whether no rank ever holds more than its limit.
 bool fits_memory(const Orders& orders, const Instance& instance);
+
+// Whether the next F of a stage fits the memory of its rank, and leaves room there for every
+// microbatch that is not yet forward through the stages of the rank, after all older ones have
+// gone: then every microbatch that has started can still end. `counts` [stage * 3 + part] says how
+// many actions have run, `held` what the rank holds. As microbatches keep their order on every
+// stage, no valid order ever breaks this rule.
+bool leaves_room(const Instance& instance, const std::vector<int>& counts, int64_t held, int stage);
 
 // Times orders, many of them for one instance. Not thread-safe.
 class OrderTimer {

@@ -3,13 +3,11 @@
 #include <algorithm>
 
 #include "megacore/base/check.h"
-#include "search/admission.h"
 
 namespace megacore::pipeline {
 
 ListScheduler::ListScheduler(const Instance& instance)
     : instance_(instance),
-      release_(instance.split ? Part::kWeight : Part::kBackward),
       counts_(static_cast<size_t>(instance.num_stages()) * 3),
       free_at_(static_cast<size_t>(instance.num_ranks())),
       held_(free_at_.size()),
@@ -130,7 +128,7 @@ void ListScheduler::consider(Candidate& best,
 }
 
 bool ListScheduler::is_admissible(int rank, int stage) const {
-  const int held = done(stage, Part::kForward) - done(stage, release_);
+  const int held = done(stage, Part::kForward) - done(stage, instance_.release());
   if (!policy_->caps.empty() && held >= policy_->caps[static_cast<size_t>(stage)]) return false;
   return leaves_room(instance_, counts_, held_[static_cast<size_t>(rank)], stage);
 }
@@ -150,9 +148,7 @@ void ListScheduler::start(int rank, const Token& token, double now) {
   const auto r = static_cast<size_t>(rank);
   const int microbatch = done(token.stage, token.part)++;
   const double end = now + instance_.duration(token);
-  const int64_t size = instance_.size[static_cast<size_t>(token.stage)];
-  if (token.part == Part::kForward) held_[r] += size;
-  if (token.part == release_) held_[r] -= size;
+  held_[r] += instance_.held_by(token);
   if (token.part == Part::kWeight) {
     --num_weights_[r];
   } else {

@@ -59,14 +59,10 @@ class ListScheduler {
   int oldest_weight(int rank) const;
   void start(int rank, const Token& token, double now);
 
-  int& done(int stage, Part part) { return counts_[slot(stage, part)]; }
-  int done(int stage, Part part) const { return counts_[slot(stage, part)]; }
-  static size_t slot(int stage, Part part) {
-    return static_cast<size_t>(stage) * 3 + static_cast<size_t>(part);
-  }
+  int& done(int stage, Part part) { return counts_[slot_of({stage, part})]; }
+  int done(int stage, Part part) const { return counts_[slot_of({stage, part})]; }
 
   const Instance& instance_;
-  Part release_;
   const Policy* policy_ = nullptr;  // of the current run
   std::vector<int> counts_;         // [stage * 3 + part] started
   std::vector<double> ends_[2];     // of F and of B, [stage * m + microbatch]; kNever: not started

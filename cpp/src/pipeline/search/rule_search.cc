@@ -4,10 +4,24 @@
 #include <array>
 #include <utility>
 
-#include "search/random.h"
+#include "megacore/base/splitmix.h"
 
 namespace megacore::pipeline {
 namespace {
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+
+  // Uniform enough in [0, count). REQUIRES: 1 <= count < 2^32.
+  size_t below(size_t count) { return static_cast<size_t>(((next() >> 32) * count) >> 32); }
+  bool coin() { return (next() & 1) != 0; }
+
+ private:
+  uint64_t next() { return base::mixed(state_ += base::kGolden); }
+
+  uint64_t state_;
+};
 
 double mean_duration(const Instance& instance) {
   double sum = 0.0;

@@ -10,13 +10,9 @@ constexpr size_t kMostKernels = 24;
 
 // Whether the tokens hold every (stage, part) of the rank `count` times.
 bool is_kernel(std::span<const Token> tokens, size_t count, std::vector<size_t>& counts) {
+  for (const Token& token : tokens) counts[slot_of(token)] = 0;
   for (const Token& token : tokens) {
-    counts[static_cast<size_t>(token.stage) * 3 + static_cast<size_t>(token.part)] = 0;
-  }
-  for (const Token& token : tokens) {
-    if (++counts[static_cast<size_t>(token.stage) * 3 + static_cast<size_t>(token.part)] > count) {
-      return false;
-    }
+    if (++counts[slot_of(token)] > count) return false;
   }
   return true;
 }
