@@ -72,7 +72,7 @@ def load_checkpoint(
     fit.check_left_over(set().union(*names))
     # No limit on box sizes here: memory is bounded by the stored chunks.
     chunks = chunks_of(pieces, groups, max_numel=1 << 62)
-    on_every_rank(lambda: _fill_from_folder(folder, index, metadata, chunks), groups)
+    on_every_rank(lambda: _fill_from_folder(folder, metadata, chunks), groups)
     return index.state
 
 
@@ -94,14 +94,15 @@ class StoredWeights:
 
     def __init__(self, path: str | Path, *, verified: bool = True) -> None:
         self.folder = resolve_checkpoint(path)
-        index = read_index(self.folder)
-        check_files(self.folder, index)
         if verified:
-            verify_files(self.folder, ProcessGroups.single())
+            index = verify_files(self.folder, ProcessGroups.single())
+        else:
+            index = read_index(self.folder)
+            check_files(self.folder, index)
         self.config = index.config
         self._metadata = read_metadata(self.folder, index)
         self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
-        self._reader = CheckedReader(self.folder, index.files)
+        self._reader = CheckedReader(self.folder, {} if verified else index.files)
         self._rows: dict[str, tuple[list[int], list[ChunkStorageMetadata]] | None] = {}
 
     def __enter__(self) -> StoredWeights:
@@ -182,7 +183,7 @@ class StoredWeights:
             done += count
 
     def verify(self) -> None:
-        """Verify the checksums of all files; reads what was not read before.
+        """Verify the checksums of all files unless that was done first; reads what was not read.
 
         Raises:
             CheckpointError: With the name of a missing or damaged file.
@@ -297,10 +298,8 @@ def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMet
     }
 
 
-def _fill_from_folder(
-    folder: Path, index: CheckpointIndex, metadata: Metadata, chunks: Sequence[Chunk]
-) -> None:
-    with CheckedReader(folder, index.files) as reader:
+def _fill_from_folder(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
+    with CheckedReader(folder, {}) as reader:  # verified before
         _fill(reader, metadata, chunks)
 
 

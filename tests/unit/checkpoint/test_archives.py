@@ -12,12 +12,19 @@ import pytest
 import torch
 
 from megacore import _core
-from megacore.checkpoint import archives, checked_files, load_full_weights
+from megacore.checkpoint import (
+    archives,
+    checked_files,
+    find_checkpoint,
+    load_checkpoint,
+    load_full_weights,
+)
 from megacore.checkpoint.archives import archive_of, bytes_of
 from megacore.checkpoint.checked_files import CheckedReader, FileSum
 from megacore.checkpoint.load import StoredWeights
 from megacore.errors import CheckpointError
-from tests.support.checkpoints import save_small
+from tests.support.checkpoints import GROUPS, save_small, small_pieces
+from tests.support.checkpoints import TENSORS as TENSOR_FILE
 
 TENSORS = [
     torch.randn(37, 5),
@@ -112,6 +119,26 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
             reader.read("a", 2, 3)
         with pytest.raises(CheckpointError, match="has 3 bytes, but was written with 5"):
             reader.verify()
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_resuming_sums_each_byte_of_tensors_once(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_small(tmp_path)
+    summed = []
+
+    def counted(block: memoryview, before: int = 0) -> int:
+        summed.append(len(block))
+        return zlib.crc32(block, before)
+
+    monkeypatch.setattr(checked_files, "crc32", counted)
+    found = find_checkpoint("auto" if resume == "auto" else str(folder), tmp_path, groups=GROUPS)
+    assert found.path is not None
+    load_checkpoint(found.path, small_pieces(), groups=GROUPS, verified=found.verified)
+    # The metadata is summed once more when it is read.
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert sum(summed) == sizes[TENSOR_FILE] + 2 * sizes[".metadata"]
 
 
 def test_archives_of_another_torch_are_read_too(
