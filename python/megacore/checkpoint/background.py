@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 
-from megacore.checkpoint.planner import ChunkSavePlanner
+from megacore.checkpoint.planner import HeldChunks
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
 
@@ -59,15 +59,15 @@ class Staging:
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, planner: ChunkSavePlanner, plan: SavePlan) -> ChunkSavePlanner:
-        """Copy the tensors that this rank writes; returns a planner over the copies.
+    def copy(self, held: HeldChunks, mine: Sequence[WriteItem]) -> HeldChunks:
+        """Copy the chunks that this rank writes.
 
         Sync:
             Waits for the device.
         """
         device = torch.device("cpu")
-        for item in plan.items:
-            values = planner.resolve_data(item)
+        for item in mine:
+            values = held.values(item)
             device = values.device
             if item.index not in self._buffers:
                 self._buffers[item.index] = torch.empty(
@@ -76,7 +76,7 @@ class Staging:
             self._buffers[item.index].copy_(values, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return planner.over(self._buffers)
+        return held.over(self._buffers)
 
 
 class BackgroundTask:

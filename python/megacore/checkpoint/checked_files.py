@@ -13,20 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    FileSystem,
-    FileSystemWriter,
-    _StorageInfo,
-)
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-
 from megacore import _core
-from megacore.checkpoint.archives import archive_of, bytes_of
-from megacore.checkpoint.planner import ChunkSavePlanner
 from megacore.errors import CheckpointError, DiskFullError
 from megacore.files import describe_os_error
 
@@ -50,60 +37,6 @@ class FileSum:
 
     num_bytes: int
     crc32: int
-
-
-class ChecksumWriter(FileSystemWriter):
-    """Writer of `torch.distributed.checkpoint` that records checksums.
-
-    Args:
-        folder: Output folder.
-
-    Attributes:
-        sums: Length and checksum of each written file, by file name.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        # Copying ahead would use the current GPU, which in a new thread is the first GPU.
-        # Files are flushed to disk on close; torch would flush before the last bytes are written.
-        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
-        self.sums: dict[str, FileSum] = {}
-        self.fs = _ChecksumFileSystem(self.sums)
-
-    def storage_meta(self) -> StorageMeta:
-        """Return the folder and identity of the checkpoint, readable by every Python.
-
-        A pickled path names a module that only Python 3.13 has, or does not have.
-        """
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of a plan; complete on return."""
-        assert isinstance(planner, ChunkSavePlanner)
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        results: list[WriteResult] = []
-        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-            for item in plan.items:
-                results.append(_write_item(stream, name, item, planner))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _write_item(stream: Any, name: str, item: WriteItem, planner: ChunkSavePlanner) -> WriteResult:
-    """Write one chunk as an archive of `torch.save`."""
-    assert item.tensor_data is not None  # we write tensors only
-    dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-    archive, offset = archive_of(dtype, tuple(sizes)), stream.tell()
-    stream.write(archive.head)
-    for part in planner.parts(item):
-        stream.write(bytes_of(part.cpu().contiguous()))
-    stream.write(archive.tail)
-    assert stream.tell() - offset == archive.num_bytes
-    return WriteResult(
-        index=item.index,
-        size_in_bytes=archive.num_bytes,
-        storage_data=_StorageInfo(relative_path=name, offset=offset, length=archive.num_bytes),
-    )
 
 
 def check_size(path: Path, expected: FileSum) -> None:
@@ -261,38 +194,31 @@ def _damaged(path: Path) -> CheckpointError:
     )
 
 
-def check_written(path: Path, expected: FileSum) -> None:
-    """Read back a file that was just written and verify its checksum.
+@contextmanager
+def checked_file(path: Path) -> Iterator[ChecksumFile]:
+    """Open a new file to write; at the end of the block, flush it to disk and read it back.
 
     Raises:
-        CheckpointError: If the file differs from the written data.
+        CheckpointError: If the file cannot be written, or differs from what was written to it.
     """
     try:
-        check_content(path, expected)
+        with ChecksumFile(path) as file:
+            yield file
+    except OSError as error:
+        raise write_error(Path(error.filename or path), error) from error
+    try:
+        check_content(path, file.sum)
     except CheckpointError as error:
-        reason = str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
+        path.unlink(missing_ok=True)  # a damaged `latest` could name another checkpoint
         raise CheckpointError(
-            f"a checkpoint file differs from the data that was written ({reason}); check the disk, "
-            f"or set checkpoint.dir to another one"
+            f"a checkpoint file differs from the data that was written ({without_advice(error)}); "
+            f"check the disk, or set checkpoint.dir to another one"
         ) from error
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file, flush it to disk, and read it back.
-
-    Raises:
-        CheckpointError: If the file cannot be written, or differs from ``text``.
-    """
-    try:
-        with _ChecksumFile(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise write_error(path, error) from error
-    try:
-        check_written(path, file.sum)
-    except CheckpointError:
-        path.unlink(missing_ok=True)  # a damaged `latest` could name another checkpoint
-        raise
+def without_advice(error: CheckpointError) -> str:
+    """Format an error without the advice to use another checkpoint."""
+    return str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
@@ -324,29 +250,26 @@ def flush_folder(path: Path) -> None:
         raise write_error(path, error) from error
 
 
-class _ChecksumFile(io.BufferedWriter):
+class ChecksumFile(io.BufferedWriter):
     """File opened for writing: computes length and checksum, and is flushed to disk on close."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._num_bytes = self._crc32 = 0
-        self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
+        """Write all bytes, and sum them."""
         view = memoryview(data).cast("B")
-        try:
-            # In blocks, which are still in the processor's cache when they are written.
-            for at in range(0, len(view), _BLOCK_BYTES):
-                block = view[at : at + _BLOCK_BYTES]
-                self._crc32 = crc32(block, self._crc32)
-                super().write(block)
-        except OSError as error:
-            self.error = error
-            raise
+        # In blocks, which are still in the processor's cache when they are written.
+        for at in range(0, len(view), _BLOCK_BYTES):
+            block = view[at : at + _BLOCK_BYTES]
+            self._crc32 = crc32(block, self._crc32)
+            super().write(block)
         self._num_bytes += len(view)
         return len(view)
 
     def close(self) -> None:
+        """Flush the file to disk, and close it."""
         if self.closed:
             return
         try:
@@ -357,33 +280,5 @@ class _ChecksumFile(io.BufferedWriter):
 
     @property
     def sum(self) -> FileSum:
+        """Length and checksum of what was written so far."""
         return FileSum(num_bytes=self._num_bytes, crc32=self._crc32)
-
-
-class _ChecksumFileSystem(FileSystem):
-    """Local file system that adds written files to ``sums`` when they are closed."""
-
-    def __init__(self, sums: dict[str, FileSum]) -> None:
-        self._sums = sums
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        file = _ChecksumFile(Path(path))
-        try:
-            with file:
-                yield file
-        except Exception as error:
-            # torch's own error about its archive would hide that the disk is full.
-            cause = file.error or error
-            if isinstance(cause, OSError) and cause.filename is None:
-                cause.filename = str(path)
-            raise cause from error
-        self._sums[Path(path).name] = file.sum
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self._sums[Path(new_path).name] = self._sums.pop(Path(path).name)

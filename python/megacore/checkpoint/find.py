@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.agreement import on_every_rank, on_rank_0
-from megacore.checkpoint.checked_files import check_content
+from megacore.checkpoint.checked_files import check_content, without_advice
 from megacore.checkpoint.format import (
     INDEX_NAME,
     LATEST_NAME,
@@ -18,7 +18,6 @@ from megacore.checkpoint.format import (
     is_step_folder,
     read_index,
     step_folders,
-    without_advice,
 )
 from megacore.errors import CheckpointError
 from megacore.parallel.process_groups import ProcessGroups

@@ -150,11 +150,6 @@ def check_files(folder: Path, index: CheckpointIndex) -> None:
         check_size(folder / name, expected)
 
 
-def without_advice(error: CheckpointError) -> str:
-    """Format an error without the advice to use another checkpoint."""
-    return str(error).removesuffix(ADVICE).removesuffix("otherwise ").rstrip(";, ")
-
-
 def _is_intact(text: str, data: Mapping[str, Any]) -> bool:
     """Check if a text is identical to the output of `CheckpointIndex.to_json`."""
     summed = {name: value for name, value in data.items() if name != "crc32"}

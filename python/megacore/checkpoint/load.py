@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megacore.checkpoint.agreement import gather_results, on_every_rank
 from megacore.checkpoint.archives import archive_of, bytes_of
@@ -25,7 +26,7 @@ from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key
 from megacore.checkpoint.find import resolve_checkpoint, verify_files
 from megacore.checkpoint.format import CheckpointIndex, TrainState, check_files, read_index
 from megacore.checkpoint.metadata import read_metadata
-from megacore.checkpoint.planner import ChunkLoadPlanner
+from megacore.checkpoint.planner import box_of
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
@@ -305,24 +306,30 @@ def _fill_from_folder(folder: Path, metadata: Metadata, chunks: Sequence[Chunk])
 
 @torch.no_grad()
 def _fill(reader: CheckedReader, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
-    """Fill the chunks from the stored files, without communication."""
-    planner = ChunkLoadPlanner(chunks)
-    planner.set_up_planner({}, metadata)
-    for item in planner.create_local_plan().items:
-        stored = metadata.state_dict_metadata[item.storage_index.fqn]
+    """Fill the chunks from the stored boxes that they overlap, without communication.
+
+    Every key is in the checkpoint, with the same shape.
+    """
+    for chunk in chunks:
+        stored = metadata.state_dict_metadata[chunk.key]
         assert isinstance(stored, TensorStorageMetadata)  # checked by `read_metadata`
-        [box] = [box for box in stored.chunks if box.offsets == item.storage_index.offset]
-        target = planner.resolve_tensor(item).detach()
-        is_whole = tuple(item.lengths) == tuple(box.sizes)
-        direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
-        if direct and target.dtype == stored.properties.dtype:
-            _read_box(reader, metadata, item.storage_index.fqn, box, target.view(-1))
-            continue
-        values = torch.empty(box.sizes, dtype=stored.properties.dtype)
-        _read_box(reader, metadata, item.storage_index.fqn, box, values.view(-1))
-        for dim, (first, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            values = values.narrow(dim, first, count)
-        target.copy_(values)
+        boxes = {box.offsets: box for box in stored.chunks}
+        for item in create_read_items_for_chunk_list(chunk.key, stored, [box_of(chunk)]):
+            box = boxes[torch.Size(item.storage_index.offset or ())]
+            target = _part(chunk.tensor.detach(), item.dest_offsets, item.lengths)
+            is_whole = tuple(item.lengths) == tuple(box.sizes)
+            direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+            if direct and target.dtype == stored.properties.dtype:
+                _read_box(reader, metadata, chunk.key, box, target.view(-1))
+                continue
+            values = torch.empty(box.sizes, dtype=stored.properties.dtype)
+            _read_box(reader, metadata, chunk.key, box, values.view(-1))
+            target.copy_(_part(values, item.storage_offsets, item.lengths))
+
+
+def _part(values: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return a view of a box of a tensor."""
+    return values[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
 
 
 def _read_box(

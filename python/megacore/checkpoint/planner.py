@@ -1,16 +1,14 @@
-"""Save and load planners of `torch.distributed.checkpoint` for chunks.
+"""Plan of a save: the chunks that each rank writes, and the metadata of the checkpoint.
 
-Both planners implement the public interfaces directly. The default planners support only tensors
-and DTensors, whose part on a rank is one box.
+The default planners of `torch.distributed.checkpoint` support only tensors and DTensors, whose part
+on a rank is one box.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +17,11 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -36,11 +29,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megacore.checkpoint.chunks import Chunk
-from megacore.errors import CheckpointError
 
 
-class ChunkSavePlanner(SavePlanner):
-    """Save planner for chunks; a chunk with several replicas is written by one rank.
+class HeldChunks:
+    """Chunks of a rank with their values.
 
     Args:
         chunks: Chunks of this rank.
@@ -57,122 +49,48 @@ class ChunkSavePlanner(SavePlanner):
         self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
         self._read = read
 
-    def over(self, values: Mapping[MetadataIndex, Tensor]) -> ChunkSavePlanner:
-        """Create a planner with other values for the chunks that this rank writes."""
-        return ChunkSavePlanner(
+    def over(self, values: Mapping[MetadataIndex, Tensor]) -> HeldChunks:
+        """Return the chunks that this rank writes, with other values."""
+        return HeldChunks(
             [replace(self._chunks[index], tensor=tensor) for index, tensor in values.items()]
         )
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Do nothing: the chunks are the state."""
-
-    def create_local_plan(self) -> SavePlan:
+    def items(self) -> list[WriteItem]:
         """List all chunks of this rank."""
-        return SavePlan([_write_item(index, chunk) for index, chunk in self._chunks.items()])
+        return [_write_item(index, chunk) for index, chunk in self._chunks.items()]
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign each chunk to one rank and build the metadata; deterministic.
-
-        Raises:
-            RuntimeError: If the chunks do not tile the tensors.
-        """
-        plans, metadata = create_default_global_save_plan(_share_out(all_plans))
-        for key, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
-            _check_tiling(key, stored)
-        # For generic readers, which rebuild {"main_param": {"layers.0.norm": ...}, ...}.
-        names = {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
-        return plans, replace(metadata, planner_data=names)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def values(self, item: WriteItem) -> Tensor:
         """Look up the values of a chunk."""
-        return self._chunks[write_item.index].tensor
+        return self._chunks[item.index].tensor
 
-    def parts(self, write_item: WriteItem) -> Iterator[Tensor]:
+    def parts(self, item: WriteItem) -> Iterator[Tensor]:
         """Yield consecutive parts of the flattened values of a chunk."""
-        chunk = self._chunks[write_item.index]
+        chunk = self._chunks[item.index]
         if self._read is None:
             yield chunk.tensor
         else:
             yield from self._read(chunk)
 
 
-class ChunkLoadPlanner(LoadPlanner):
-    """Load planner that fills chunks from the boxes of a checkpoint.
+def plan_save(held: Sequence[list[WriteItem]]) -> tuple[list[list[WriteItem]], Metadata]:
+    """Assign each chunk to one of its holders and build the metadata; deterministic.
 
     Args:
-        chunks: Chunks to fill; every key is in the checkpoint, with the same shape.
+        held: Chunks of each rank.
+
+    Returns:
+        Chunks that each rank writes, and the metadata without the places of their values.
+
+    Raises:
+        RuntimeError: If the chunks do not tile the tensors.
     """
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
-        self._metadata = Metadata({})
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],  # noqa: ARG002
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: ARG002
-    ) -> None:
-        """Store the metadata of the checkpoint; the chunks are the state."""
-        self._metadata = metadata or self._metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """Find the stored boxes that each chunk overlaps."""
-        return LoadPlan(
-            [
-                # A tied parameter may occur twice, so a chunk is identified by its number.
-                replace(item, dest_index=MetadataIndex(chunk.key, chunk.offsets, number))
-                for number, chunk in enumerate(self._chunks)
-                for item in self._read_items(chunk)
-            ]
-        )
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise an error, because checkpoints contain tensors only.
-
-        Raises:
-            CheckpointError: Always.
-        """
-        raise CheckpointError(
-            f"{read_item.storage_index.fqn} is {len(value.getbuffer())} bytes, but checkpoints "
-            "hold tensors only"
-        )
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Select the part of a chunk that one read fills."""
-        assert read_item.dest_index.index is not None  # set above
-        part = self._chunks[read_item.dest_index.index].tensor
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the tensor was filled in place."""
-
-    def _read_items(self, chunk: Chunk) -> list[ReadItem]:
-        stored = self._metadata.state_dict_metadata[chunk.key]
-        assert isinstance(stored, TensorStorageMetadata)  # the caller has looked
-        return create_read_items_for_chunk_list(chunk.key, stored, [_box(chunk)])
+    plans, metadata = create_default_global_save_plan(_share_out(held))
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
+        _check_tiling(key, stored)
+    # For generic readers, which rebuild {"main_param": {"layers.0.norm": ...}, ...}.
+    names = {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
+    return [plan.items for plan in plans], replace(metadata, planner_data=names)
 
 
 def num_bytes(metadata: Metadata) -> int:
@@ -184,7 +102,8 @@ def num_bytes(metadata: Metadata) -> int:
     return total
 
 
-def _box(chunk: Chunk) -> ChunkStorageMetadata:
+def box_of(chunk: Chunk) -> ChunkStorageMetadata:
+    """Describe the box of a chunk as `torch.distributed.checkpoint` does."""
     return ChunkStorageMetadata(
         offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.tensor.shape)
     )
@@ -195,30 +114,30 @@ def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
         index=index,
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_box(chunk),
+            chunk=box_of(chunk),
             properties=TensorProperties(dtype=chunk.tensor.dtype),
             size=torch.Size(chunk.full_shape),
         ),
     )
 
 
-def _share_out(plans: Sequence[SavePlan]) -> list[SavePlan]:
+def _share_out(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
     """Assign each chunk to the holder with the smallest load so far."""
     holders: dict[MetadataIndex, list[int]] = {}
     sizes: dict[MetadataIndex, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
+    for rank, items in enumerate(held):
+        for item in items:
             holders.setdefault(item.index, []).append(rank)
             sizes[item.index] = _item_bytes(item)
-    load = [0] * len(plans)
+    load = [0] * len(held)
     owners: dict[MetadataIndex, int] = {}
     order = sorted(holders, key=lambda index: (-sizes[index], index.fqn, index.offset))
     for index in order:
         owners[index] = min(holders[index], key=lambda rank: (load[rank], rank))
         load[owners[index]] += sizes[index]
     return [
-        replace(plan, items=[item for item in plan.items if owners[item.index] == rank])
-        for rank, plan in enumerate(plans)
+        SavePlan([item for item in items if owners[item.index] == rank])
+        for rank, items in enumerate(held)
     ]
 
 

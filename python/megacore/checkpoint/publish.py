@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from megacore.checkpoint.agreement import on_every_rank, on_rank_0
-from megacore.checkpoint.checked_files import flush_folder, write_durably
+from megacore.checkpoint.checked_files import checked_file, flush_folder
 from megacore.checkpoint.format import (
     INDEX_NAME,
     LATEST_NAME,
@@ -134,7 +134,7 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int | None) -> None:
         raise CheckpointError(
             f"{error}; checkpoint.dir must be on a file system that all ranks share"
         ) from None
-    write_durably(partial / INDEX_NAME, index.to_json())
+    _write_text(partial / INDEX_NAME, index.to_json())
     flush_folder(partial)
     final = partial.with_suffix("")
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
@@ -142,7 +142,7 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int | None) -> None:
         final.rename(replaced)
     # Written before the folder is renamed: it takes effect as soon as the folder exists.
     latest = directory / (LATEST_NAME + PARTIAL_SUFFIX)
-    write_durably(latest, final.name + "\n")
+    _write_text(latest, final.name + "\n")
     flush_folder(directory)
     partial.rename(final)
     flush_folder(directory)
@@ -152,6 +152,11 @@ def publish(partial: Path, index: CheckpointIndex, *, keep: int | None) -> None:
         _remove(replaced)
     if keep is not None:
         remove_old(directory, step=index.state.step, keep=keep)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with checked_file(path) as file:
+        file.write(text.encode())
 
 
 def remove_old(directory: Path, *, step: int, keep: int) -> None:

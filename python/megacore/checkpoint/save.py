@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megacore.checkpoint.agreement import gather_results, on_rank_0
+from megacore.checkpoint.archives import archive_of, bytes_of
 from megacore.checkpoint.background import BackgroundTask, Staging, background_groups
-from megacore.checkpoint.checked_files import ChecksumWriter, FileSum, check_written, write_error
+from megacore.checkpoint.checked_files import ChecksumFile, FileSum, checked_file
 from megacore.checkpoint.chunks import Chunk, chunks_of
 from megacore.checkpoint.format import (
     METADATA_NAME,
@@ -25,7 +32,7 @@ from megacore.checkpoint.format import (
     TrainState,
     step_folder,
 )
-from megacore.checkpoint.planner import ChunkSavePlanner, num_bytes
+from megacore.checkpoint.planner import HeldChunks, num_bytes, plan_save
 from megacore.checkpoint.publish import prepare, publish, remove_old
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
@@ -39,19 +46,24 @@ class _WritePlan:
     Attributes:
         held: All chunks of this rank.
         mine: Chunks that this rank writes.
-        metadata: Metadata of the whole checkpoint.
+        metadata: Metadata of the whole checkpoint, without the places of values.
     """
 
     held: list[WriteItem]
-    mine: SavePlan
+    mine: list[WriteItem]
     metadata: Metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """Write results of one rank."""
+    """What one rank has written.
 
-    results: list[WriteResult]
+    Attributes:
+        places: Place of each chunk.
+        sums: Length and checksum of each file by name.
+    """
+
+    places: dict[MetadataIndex, _StorageInfo]
     sums: dict[str, FileSum]
 
 
@@ -70,7 +82,7 @@ class CheckpointSaver:
         in_background: Copy the state and return from `save`, while a thread writes and publishes.
             The threads of all ranks communicate over a separate gloo group.
         tolerant: Return the error message of a failed save instead of raising the error.
-        read: As in `ChunkSavePlanner`; for pieces on the meta device.
+        read: As in `HeldChunks`; for pieces on the meta device.
     """
 
     def __init__(
@@ -117,11 +129,11 @@ class CheckpointSaver:
             Waits for the device. Waits for all ranks unless in the background.
         """
         former = self.finish()
-        planner = self._planner()
-        plan = self._planned(planner)
+        held = self._held()
+        plan = self._planned(held)
         if self._staging is None:
-            return self._judge(lambda: self._write(planner, plan, state, keep_all=keep_all))
-        staged = self._staging.copy(planner, plan.mine)
+            return self._judge(lambda: self._write(held, plan, state, keep_all=keep_all))
+        staged = self._staging.copy(held, plan.mine)
         self._task = BackgroundTask(lambda: self._write(staged, plan, state, keep_all=keep_all))
         return former
 
@@ -169,7 +181,7 @@ class CheckpointSaver:
 
     def num_bytes(self) -> int:
         """Compute the size of a checkpoint's tensors, bytes. Collective at the first call."""
-        return num_bytes(self._planned(self._planner()).metadata)
+        return num_bytes(self._planned(self._held()).metadata)
 
     def _judge(self, action: Callable[[], None]) -> str | None:
         try:
@@ -180,41 +192,42 @@ class CheckpointSaver:
             return str(error)
         return None
 
-    def _planner(self) -> ChunkSavePlanner:
+    def _held(self) -> HeldChunks:
         own = [piece for piece in self._pieces() if not piece.info.is_shared_copy]
-        return ChunkSavePlanner(chunks_of(own, self._groups), read=self._read)
+        return HeldChunks(chunks_of(own, self._groups), read=self._read)
 
-    def _planned(self, planner: ChunkSavePlanner) -> _WritePlan:
-        held = planner.create_local_plan().items
+    def _planned(self, chunks: HeldChunks) -> _WritePlan:
+        held = chunks.items()
         if self._plan is None:
-            plans = gather_results(lambda: SavePlan(held), self._groups)
-            plans, metadata = planner.create_global_plan(plans)
-            plans = ChecksumWriter(Path()).prepare_global_plan(plans)
-            mine = planner.finish_plan(plans[self._groups.world.position])
+            shares, metadata = plan_save(gather_results(lambda: held, self._groups))
+            mine = shares[self._groups.world.position]
             self._plan = _WritePlan(held=held, mine=mine, metadata=metadata)
         if self._plan.held != held:
             raise RuntimeError("the optimizer holds other ranges than when saving was planned")
         return self._plan
 
     def _write(
-        self, planner: ChunkSavePlanner, plan: _WritePlan, state: TrainState, *, keep_all: bool
+        self, chunks: HeldChunks, plan: _WritePlan, state: TrainState, *, keep_all: bool
     ) -> None:
         groups = self._groups
         partial = self._directory / (step_folder(state.step) + PARTIAL_SUFFIX)
 
         def finish(written: Sequence[_Written]) -> None:
-            sums = _finish_dcp(partial, plan.metadata, written)
+            files = {METADATA_NAME: _write_metadata(partial, plan.metadata, written)}
+            for report in written:
+                files |= report.sums
             index = CheckpointIndex(
                 state=state,
                 config=dict(self._config),
                 topology=_describe_topology(groups),
-                files=sums,
+                files=files,
             )
             publish(partial, index, keep=None if keep_all else self._keep)
 
         try:
             on_rank_0(lambda: prepare(partial, num_bytes=num_bytes(plan.metadata)), groups)
-            written = gather_results(lambda: _write_mine(partial, planner, plan.mine), groups)
+            name = f"__{groups.world.position}_0{DEFAULT_SUFFIX}"
+            written = gather_results(lambda: _write_mine(partial / name, chunks, plan.mine), groups)
             on_rank_0(lambda: finish(written), groups)
         except Exception:
             if groups.rank == 0:
@@ -244,36 +257,42 @@ def save_checkpoint(
     return Path(directory) / step_folder(state.step)
 
 
-def _write_mine(partial: Path, planner: ChunkSavePlanner, plan: SavePlan) -> _Written:
-    """Write this rank's file, flush it to disk, and read it back."""
-    writer = ChecksumWriter(partial)
-    if not plan.items:
-        return _Written(results=[], sums={})
-    try:
-        results = writer.write_data(plan, planner).wait()
-    except OSError as error:
-        raise write_error(Path(error.filename or partial), error) from error
-    for name, expected in writer.sums.items():
-        check_written(partial / name, expected)
-    return _Written(results=results, sums=writer.sums)
+def _write_mine(path: Path, chunks: HeldChunks, mine: Sequence[WriteItem]) -> _Written:
+    """Write this rank's file, if it has chunks to write."""
+    if not mine:
+        return _Written(places={}, sums={})
+    with checked_file(path) as file:
+        places = {item.index: _write_chunk(file, path.name, item, chunks) for item in mine}
+    return _Written(places=places, sums={path.name: file.sum})
 
 
-def _finish_dcp(
-    partial: Path, metadata: Metadata, written: Sequence[_Written]
-) -> dict[str, FileSum]:
-    """Write ``.metadata``, so that DCP can read the folder, and return the sums of all files."""
-    writer = ChecksumWriter(partial)
-    try:
-        # A copy, because finish() adds the storage locations to the metadata.
-        writer.finish(replace(metadata), [report.results for report in written])
-    except OSError as error:
-        raise write_error(Path(error.filename or partial / METADATA_NAME), error) from error
-    for name, expected in writer.sums.items():
-        check_written(partial / name, expected)
-    sums = dict(writer.sums)
-    for report in written:
-        sums |= report.sums
-    return sums
+def _write_chunk(
+    file: ChecksumFile, name: str, item: WriteItem, chunks: HeldChunks
+) -> _StorageInfo:
+    """Write one chunk as an archive of `torch.save`."""
+    assert item.tensor_data is not None  # we write tensors only
+    dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+    archive, offset = archive_of(dtype, tuple(sizes)), file.tell()
+    file.write(archive.head)
+    for part in chunks.parts(item):
+        file.write(bytes_of(part.cpu().contiguous()))
+    file.write(archive.tail)
+    assert file.tell() - offset == archive.num_bytes
+    return _StorageInfo(relative_path=name, offset=offset, length=archive.num_bytes)
+
+
+def _write_metadata(partial: Path, metadata: Metadata, written: Sequence[_Written]) -> FileSum:
+    """Write ``.metadata``, so that `torch.distributed.checkpoint` can read the folder."""
+    complete = replace(
+        metadata,
+        storage_data={index: at for report in written for index, at in report.places.items()},
+        # As text: a pickled path names a module that only Python 3.13 has, or does not have.
+        storage_meta=StorageMeta(checkpoint_id=str(partial), save_id=str(uuid.uuid4())),
+        version=CURRENT_DCP_VERSION,
+    )
+    with checked_file(partial / METADATA_NAME) as file:
+        pickle.dump(complete, file)
+    return file.sum
 
 
 def _describe_topology(groups: ProcessGroups) -> dict[str, Any]:

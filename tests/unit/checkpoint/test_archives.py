@@ -18,6 +18,7 @@ from megacore.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_full_weights,
+    save,
 )
 from megacore.checkpoint.archives import archive_of, bytes_of
 from megacore.checkpoint.checked_files import CheckedReader, FileSum
@@ -157,7 +158,7 @@ def test_archives_of_another_torch_are_read_too(
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(checked_files, "archive_of", with_sums)
+        patched.setattr(save, "archive_of", with_sums)
         folder = save_small(tmp_path / "theirs")
     found = load_full_weights(folder)[1]
     assert found.keys() == expected.keys()

@@ -40,12 +40,13 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
 
-    class Gated(save_module.ChecksumWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            gate.pass_through()
-            return super().write_data(plan, planner)
+    write = save_module._write_mine
 
-    monkeypatch.setattr(save_module, "ChecksumWriter", Gated)
+    def gated(*args: Any) -> Any:
+        gate.pass_through()
+        return write(*args)
+
+    monkeypatch.setattr(save_module, "_write_mine", gated)
     yield gate
     gate.open.set()
 
@@ -190,13 +191,13 @@ def test_saving_is_planned_once(
     tmp_path: Path, pieces: list[ParamPiece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = []
-    real = save_module.ChunkSavePlanner.create_global_plan
+    real = save_module.plan_save
 
-    def counted(planner: Any, all_plans: Any) -> Any:
-        plans.append(all_plans)
-        return real(planner, all_plans)
+    def counted(held: Any) -> Any:
+        plans.append(held)
+        return real(held)
 
-    monkeypatch.setattr(save_module.ChunkSavePlanner, "create_global_plan", counted)
+    monkeypatch.setattr(save_module, "plan_save", counted)
     saver = _saver(tmp_path, pieces)
     for step in (1, 2, 3):
         saver.save(_state(step))

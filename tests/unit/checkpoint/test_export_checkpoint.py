@@ -252,7 +252,7 @@ def test_an_interrupted_export_or_import_leaves_nothing(
         patched.setattr(StoredWeights, "verify", interrupted)  # all tensors are written then
         with pytest.raises(KeyboardInterrupt):
             export_checkpoint(tmp_path / "ours", tmp_path / "new" / "deep" / "out")
-        patched.setattr("megacore.checkpoint.save.check_written", interrupted)
+        patched.setattr("megacore.checkpoint.checked_files.check_content", interrupted)
         with pytest.raises(KeyboardInterrupt):
             import_checkpoint(tmp_path / "theirs", tmp_path / "new" / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]

@@ -50,7 +50,7 @@ def _kill_before_change(patch: pytest.MonkeyPatch, number: int) -> None:
         (Path, "rename"),
         (Path, "replace"),
         (shutil, "rmtree"),
-        (publish_module, "write_durably"),
+        (publish_module, "_write_text"),
         (publish_module, "flush_folder"),
     ]:
         patch.setattr(owner, name, counted(getattr(owner, name)))
