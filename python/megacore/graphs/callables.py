@@ -13,7 +13,7 @@ from megacore.graphs.capturing import Capturing
 from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.options import CaptureOptions, Kwargs, describe_layers, plan_layers
 from megacore.graphs.replay import GraphedCallable
-from megacore.graphs.transformer_engine import TransformerEngineBackend
+from megacore.graphs.transformer_engine import Delegated, TransformerEngineBackend
 
 
 def make_graphed_callables(
@@ -79,16 +79,24 @@ def make_graphed_callables(
     with _eager(modules):
         layers = describe_layers(modules, args, named, run_pre_hooks=chosen.run_pre_hooks)
         chosen.check(len(modules))
-        if order is not None:
-            calls = _capture(modules, layers, args, named, order, num_layers_per_chunk, chosen)
-            return tuple(calls)
-        if num_layers_per_chunk is not None:
+        if order is None and num_layers_per_chunk is not None:
             raise ValueError(
                 "num_layers_per_chunk belongs to an order list; give order, or leave it out"
             )
-        for layer in layers:
+        for layer in layers if order is None else ():
             layer.hooked = layer.hooked[1:]  # a call of the module runs its own hooks
-        calls = _capture(modules, layers, args, named, None, None, chosen)
+        calls: Sequence[Any] = capture_layers(
+            modules,
+            layers,
+            args,
+            named,
+            order,
+            num_layers_per_chunk,
+            options=chosen,
+            backend=_choose_backend(chosen, layers),
+        ).callables()
+    if order is not None:
+        return tuple(calls)
     for module, call in zip(modules, calls, strict=True):
         module.forward = call
         module.reset_graphs = call.reset
@@ -122,25 +130,26 @@ def _eager(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.forward = call
 
 
-def _capture(
+def capture_layers(
     modules: list[nn.Module],
     layers: list[CapturedLayer],
     args: list[tuple[Any, ...]],
-    named: Sequence[Kwargs] | None,
+    kwargs: Sequence[Kwargs] | None,
     order: Sequence[float] | None,
     num_layers_per_chunk: int | Sequence[int] | None,
+    *,
     options: CaptureOptions,
-) -> Sequence[Any]:
-    backend = _choose_backend(options, layers)
+    backend: GraphBackend,
+) -> Capturing | Delegated:
+    """Capture described modules; for arguments and errors, see `make_graphed_callables`."""
     if isinstance(backend, TransformerEngineBackend):
-        made = backend.delegate(modules, layers, order, num_layers_per_chunk, options=options)
-        return made.callables()
+        return backend.delegate(modules, layers, order, num_layers_per_chunk, options=options)
     plan = plan_layers(layers, order, num_layers_per_chunk, options.reuse or "graphs")
     any_order = order is None and options.pool is None
     capturing = Capturing(
         modules, layers, plan, options=options, backend=backend, any_order=any_order
     )
-    return capturing.run(args, named).callables()
+    return capturing.run(args, kwargs)
 
 
 def _choose_backend(options: CaptureOptions, layers: Sequence[CapturedLayer]) -> GraphBackend:

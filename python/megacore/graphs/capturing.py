@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from megacore.graphs.backend import GraphBackend
 from megacore.graphs.capture_plan import BufferRole, Capture, CapturePlan, StepKind
-from megacore.graphs.errors import (
-    CaptureError,
-    FormError,
-    UnrecordableError,
-    failing_line,
-    is_abrupt,
-)
+from megacore.graphs.errors import CaptureError, FormError, UnrecordableError, capture_error
 from megacore.graphs.layer import CapturedLayer, LayerSite, Maybe
 from megacore.graphs.options import CaptureOptions, Kwargs
 from megacore.graphs.replay import GraphedCallable, ReplayState
@@ -77,11 +71,7 @@ class Capturing:
             self.reset()
             if isinstance(error, (FormError, CaptureError)):
                 raise
-            line = failing_line(error)
-            raise CaptureError(
-                f"{at} failed: {type(error).__name__}: {error}" + (f" (at {line})" if line else ""),
-                is_abrupt=is_abrupt(error, computes=computes),
-            ) from error
+            raise capture_error(at, error, computes=computes) from error
         for site in self._sites.values():
             site.results = None
         return self

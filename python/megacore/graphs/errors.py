@@ -54,25 +54,30 @@ class UnrecordableError(RuntimeError):
         self.went_on = True
 
 
-def is_abrupt(error: Exception, *, computes: bool) -> bool:
-    """Return whether an error interrupted code that was executing kernels.
+def capture_error(at: str, error: Exception, *, computes: bool) -> CaptureError:
+    """Describe a failure of captured code, with its line.
 
     Args:
-        error: The error.
+        at: What failed, such as ``"the capture of the training step"``.
+        error: The cause.
         computes: Whether the code was executed, not only recorded.
     """
-    return computes and not (isinstance(error, UnrecordableError) and error.went_on)
-
-
-def failing_line(error: BaseException) -> str:
-    """Return the innermost user line in a traceback, as ``"file:line: source"``, or ``""``."""
+    went_on, line = False, ""
     if isinstance(error, UnrecordableError):
-        return error.line
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if _is_the_users(frame.filename):
-            return _place(frame.filename, frame.lineno or 0)
-    return ""
+        went_on, line = error.went_on, error.line
+    else:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if _is_the_users(frame.filename):
+                line = _place(frame.filename, frame.lineno or 0)
+    return CaptureError(
+        f"{at} failed: {type(error).__name__}: {error}{at_line(line)}",
+        is_abrupt=computes and not went_on,
+    )
+
+
+def at_line(line: str) -> str:
+    """Format a source line as the end of a sentence; empty without one."""
+    return f" (at {line})" if line else ""
 
 
 def calling_line() -> str:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.graphs.backend import CapturedGraph, GraphBackend, Results
-from megacore.graphs.errors import CaptureError, ReplayError, failing_line, is_abrupt
-from megacore.graphs.static_tensors import TensorSpec
+from megacore.graphs.errors import ReplayError, capture_error
+from megacore.graphs.static_tensors import TensorSpec, check_input
 
 StepFunction = Callable[[Sequence[Tensor]], Results]
 
@@ -66,12 +66,8 @@ class FullIterationGraph:
             with backend.capturing():
                 self._graph = backend.capture(lambda: function(self._inputs))
         except Exception as error:
-            line = failing_line(error)
-            raise CaptureError(
-                f"the {at} of {name} failed: {type(error).__name__}: {error}"
-                + (f" (at {line})" if line else ""),
-                is_abrupt=is_abrupt(error, computes=at == "warmup" or backend.computes),
-            ) from error
+            computes = at == "warmup" or backend.computes
+            raise capture_error(f"the {at} of {name}", error, computes=computes) from error
 
     def __call__(self, inputs: Sequence[Tensor]) -> Results:
         """Replay on these inputs.
@@ -113,11 +109,7 @@ class FullIterationGraph:
                 f"{len(inputs)}"
             )
         for number, (given, spec) in enumerate(zip(inputs, self._specs, strict=True)):
-            if difference := TensorSpec.of(given).difference(spec):
-                raise ReplayError(
-                    f"{self._name} was captured with another input {number}: now {difference}; "
-                    "capture again for other shapes"
-                )
+            check_input(self._name, number, given, spec)
         with self._beside(), torch.no_grad():
             for static, given in zip(self._inputs, inputs, strict=True):
                 static.copy_(given, non_blocking=True)

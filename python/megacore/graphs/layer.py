@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megacore.graphs.backend import CapturedGraph
 from megacore.graphs.errors import FormError, ReplayError
-from megacore.graphs.static_tensors import KeptTensors, TensorSpec
+from megacore.graphs.static_tensors import KeptTensors, TensorSpec, check_input
 from megacore.ops.split_backward import DeferredWeightGrads, backward_inputs
 
 Maybe = Tensor | None
@@ -105,16 +105,7 @@ class CapturedLayer:
                 f"now {tree}"
             )
         for number, (value, spec) in enumerate(zip(flat, self.input_specs, strict=True)):
-            difference = (
-                TensorSpec.of(value).difference(spec)
-                if isinstance(value, Tensor)
-                else (f"{value!r}, not a tensor")
-            )
-            if difference:
-                raise ReplayError(
-                    f"{self.name} was captured with another input {number}: now {difference}; "
-                    "capture again for other shapes"
-                )
+            check_input(self.name, number, value, spec)
         return flat
 
     def run_hooks(self) -> None:

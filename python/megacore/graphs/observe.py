@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.graphs.errors import ReplayError, UnrecordableError, calling_line
+from megacore.graphs.errors import ReplayError, UnrecordableError, at_line, calling_line
 
 _WAITING = {
     "aten._local_scalar_dense": "reads a number from the device",
@@ -53,7 +53,6 @@ class Recording:
                 runs to its end first, so that its collectives match those of other ranks; a real
                 capture sends no messages.
         """
-        self._clear()
         try:
             with _NoReading(self._refuse), _Operations(self._append):
                 yield
@@ -82,8 +81,8 @@ class Recording:
                 raise ReplayError(
                     f"a replay repeats the capture, but the code now does something else: "
                     f"operation {position} is {_shown(entry)}, and was {_shown(expected)}"
-                    f"{_at(calling_line())}; a real graph freezes Python numbers and decisions, so "
-                    "what changes must be a tensor"
+                    f"{at_line(calling_line())}; a real graph freezes Python numbers and decisions, "
+                    "so what changes must be a tensor"
                 )
 
         with _Operations(compare):
@@ -94,10 +93,6 @@ class Recording:
                 f"{len(self._entries)} operations; the next one was "
                 f"{_shown(self._entries[position])}"
             )
-
-    def _clear(self) -> None:
-        self._entries.clear()
-        self._refused = None
 
     def _append(self, entry: Entry) -> None:
         reason = _WAITING.get(entry[0])
@@ -157,10 +152,6 @@ def _numbers(args: Any) -> Iterator[Any]:
 def _has_mask(args: tuple[Any, ...]) -> bool:
     indices = args[1] if len(args) > 1 else ()
     return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
-
-
-def _at(line: str) -> str:
-    return f" (at {line})" if line else ""
 
 
 def _shown(entry: Entry | None) -> str:

@@ -10,15 +10,11 @@ from torch import nn
 
 from megacore._core import ActionKind, Program
 from megacore.graphs.backend import GraphBackend
+from megacore.graphs.callables import capture_layers
 from megacore.graphs.capture_plan import CapturePlan
-from megacore.graphs.capturing import Capturing
-from megacore.graphs.options import CaptureOptions, Kwargs, describe_layers, plan_layers
+from megacore.graphs.options import CaptureOptions, Kwargs, describe_layers
 from megacore.graphs.replay import GraphedCallable
-from megacore.graphs.transformer_engine import (
-    Delegated,
-    DelegatedCallable,
-    TransformerEngineBackend,
-)
+from megacore.graphs.transformer_engine import DelegatedCallable
 
 PartCall = GraphedCallable | DelegatedCallable
 
@@ -142,14 +138,16 @@ class PartialGraphs:
             # The hook of a gradient buffer accumulates a gradient and releases it at once.
             clone_param_grads_on_return=False,
         )
-        self._made: Capturing | Delegated
-        order = self._order.order
-        if isinstance(backend, TransformerEngineBackend):
-            self._made = backend.delegate(modules, layers, order, self._per_chunk, options=options)
-        else:
-            plan = plan_layers(layers, order, self._per_chunk, "graphs")
-            self._made = Capturing(modules, layers, plan, options=options, backend=backend)
-            self._made.run(args, kwargs)
+        self._made = capture_layers(
+            modules,
+            layers,
+            args,
+            kwargs,
+            self._order.order,
+            self._per_chunk,
+            options=options,
+            backend=backend,
+        )
         self._calls = self._by_place(self._made.callables())
 
     def call(self, chunk: int, part: int, microbatch: int) -> PartCall:

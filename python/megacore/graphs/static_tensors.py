@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacore import _core
+from megacore.graphs.errors import ReplayError
 from megacore.ops.split_backward import DeferredWeightGrads
 
 # DLPack codes of dtype kinds and devices.
@@ -93,6 +94,22 @@ class TensorSpec:
             f"{name} {getattr(self, name)}, not {getattr(other, name)}"
             for name in ("shape", "stride", "dtype", "device", "requires_grad")
             if getattr(self, name) != getattr(other, name)
+        )
+
+
+def check_input(name: str, number: int, value: Any, captured: TensorSpec) -> None:
+    """Check that an input of captured code has the form of the capture.
+
+    Raises:
+        ReplayError: If it has not, or is no tensor.
+    """
+    difference = f"{value!r}, not a tensor"
+    if isinstance(value, Tensor):
+        difference = TensorSpec.of(value).difference(captured)
+    if difference:
+        raise ReplayError(
+            f"{name} was captured with another input {number}: now {difference}; capture again for "
+            "other shapes"
         )
 
 

@@ -28,7 +28,7 @@ from megacore.graphs import (
     buffers_kept,
     graph_backend,
 )
-from megacore.models.captured import GraphedScope, captured_parts, random_uses, transformer_layers
+from megacore.models.captured import captured_parts, random_uses, transformer_layers
 from megacore.models.gpt import GPTChunk
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.gemm_cuda import grouped_obstacle
@@ -357,7 +357,8 @@ class StepGraphs:
         )
         for chunk, own in enumerate(parts):
             for number, part in enumerate(own):
-                _install(part, self._partial.calls_of(chunk, number))
+                part.calls = self._partial.calls_of(chunk, number)
+                part.layer.captured = part
 
     def _backend(self) -> GraphBackend:
         name = self._debug.graph_backend
@@ -400,11 +401,6 @@ class StepGraphs:
         self.measured = measured_bytes(count, sizes, before)
         has_device = self._device.type == "cuda"
         return measured_text(self.measured, self.predicted, has_device=has_device)
-
-
-def _install(part: GraphedScope, calls: dict[int, Any]) -> None:
-    part.calls = calls
-    part.layer.captured = part
 
 
 def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
