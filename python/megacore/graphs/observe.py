@@ -81,8 +81,8 @@ class Recording:
                 raise ReplayError(
                     f"a replay repeats the capture, but the code now does something else: "
                     f"operation {position} is {_shown(entry)}, and was {_shown(expected)}"
-                    f"{at_line(calling_line())}; a real graph freezes Python numbers and decisions, "
-                    "so what changes must be a tensor"
+                    f"{at_line(calling_line())}; a real graph freezes Python numbers and "
+                    "decisions, so what changes must be a tensor"
                 )
 
         with _Operations(compare):

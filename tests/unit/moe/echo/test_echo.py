@@ -31,7 +31,7 @@ from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.process_groups import Group
-from megacore.report.echo_load import echo_sentence, echo_series
+from megacore.report.expert_load import echo_sentence, echo_series
 from megacore.train.meters import ExpertMetrics
 
 TOML = """\
