@@ -165,15 +165,19 @@ class DevicePeers(Peers):
         with self._aside(pull, *published, x_TH, probs_Tk, pull.copies.rows):
             members = self._members(_memory_of(pull))
             peer_exchange.start_pull(*published, *members, pull.slot, pull.holds(rows_CH))
-            peer_exchange.finish_pull(
-                x_TH,
-                probs_Tk,
-                pull.copies.rows,
-                *members,
-                pull.slot,
-                pull.copies.num_choices,
-                pull.copies.capacity,
-            )
+            self._sum(pull, x_TH, probs_Tk)
+
+    def _sum(self, pull: PendingPull, x_TH: Tensor, probs_Tk: Tensor | None) -> None:
+        """Queue the sums; members that share a device queue them in `finish_pull` (tests/gpu)."""
+        peer_exchange.finish_pull(
+            x_TH,
+            probs_Tk,
+            pull.copies.rows,
+            *self._members(_memory_of(pull)),
+            pull.slot,
+            pull.copies.num_choices,
+            pull.copies.capacity,
+        )
 
     def finish_pull(self, pull: PendingPull) -> None:
         """Make the current stream wait for the sums. See `Peers`."""
