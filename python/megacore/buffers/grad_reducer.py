@@ -22,8 +22,8 @@ class GradReducer:
     A gradient is complete when its parameter has received as many gradients in the last backward
     passes of its model chunks as in an earlier step, so the first step overlaps nothing. All ranks
     launch all buckets in one order, that of the backward pass, regardless of the order of
-    gradients (see ``cpp/include/megacore/buffer/bucket_tracker.h``). No call waits for another
-    rank before :meth:`finish`.
+    gradients (see ``cpp/include/megacore/buffer/bucket_tracker.h``). No call between
+    :meth:`start` and :meth:`finish` waits for another rank.
 
     Calls of a step: :meth:`start`, before each backward pass :meth:`before_backward`,
     :meth:`finish`.
@@ -110,8 +110,8 @@ class GradReducer:
             raise RuntimeError(
                 f"{self._infos[param].name} receives a gradient after its bucket was reduced: it "
                 f"has had {self._tracker.count(param)} in this step, as in steps before; call "
-                "zero_grads() before a new step, or leave the gradients out of optimizer.overlap "
-                "if the model changes from step to step"
+                'zero_grads() before a new step, or set optimizer.overlap = "params" or "none" if '
+                "the model changes from step to step"
             )
         if self._counting:
             for bucket in self._tracker.mark(param):

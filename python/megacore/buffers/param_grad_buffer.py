@@ -42,13 +42,13 @@ class ParamGradBuffer:
     """One contiguous buffer of parameters and one of gradients, with the same layout.
 
     Every ``param.data`` becomes a view of ``param_data``. After each backward pass through a
-    parameter, a hook adds its gradient to its ``main_grad``, a view of ``grad_data``, and frees
+    parameter, a hook adds its gradient to its :meth:`main_grad`, a view of ``grad_data``, and frees
     ``param.grad``; so microbatches accumulate in ``grad_dtype``, regardless of the parameter's
     dtype.
 
-    An operation may also add to ``param.main_grad`` directly and return no gradient (see
-    :func:`megacore.ops.grouped_gemm`). A backward pass that visits a parameter without a gradient
-    signals this.
+    Parameters of experts have their ``main_grad`` as an attribute: an operation may add to it
+    directly and return no gradient (see :func:`megacore.ops.grouped_gemm`). A backward pass that
+    visits a parameter without a gradient signals this.
 
     Calls of a step: :meth:`zero_grads`, forward and backward passes, :meth:`reduce_scatter_grads`
     (this rank's slice of each bucket then holds the mean over ``dp_group``), an optimizer that

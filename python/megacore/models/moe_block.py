@@ -53,7 +53,7 @@ class MoEBlock(nn.Module):
     ) -> None:
         super().__init__()
         moe, groups, region = context.moe, context.groups, context.region
-        self.tokens = Region(group=region.group, sequence_parallel=True, cp=region.cp)
+        self.token_region = Region(group=region.group, sequence_parallel=True, cp=region.cp)
         router = TopKRouter(
             moe,
             context.params.normal(
@@ -61,6 +61,7 @@ class MoEBlock(nn.Module):
                     name=f"{name}.router",
                     full_shape=(moe.num_experts, context.shape.hidden),
                     tp_dim=None,
+                    # Each tp rank routes its own tokens, so gradients are always summed.
                     sequence_parallel=True,
                 ),
                 std=context.config.init_std,
@@ -113,15 +114,15 @@ class MoEBlock(nn.Module):
         return TokenNames(
             step=batch.step,
             sample_ids_B=batch.sample_ids,
-            positions_S=self.tokens.positions(num_tokens, device=x_SBH.device),
+            positions_S=self.token_region.positions(num_tokens, device=x_SBH.device),
             keys=batch.keys,
         )
 
     def _scatter_tokens(self, x_SBH: Tensor) -> Tensor:
-        return scatter_sequence(x_SBH, self.tokens.group)
+        return scatter_sequence(x_SBH, self.token_region.group)
 
     def _gather_tokens(self, x_SBH: Tensor) -> Tensor:
-        return gather_sequence(x_SBH, self.tokens.group)
+        return gather_sequence(x_SBH, self.token_region.group)
 
 
 class GatedExpert(nn.Module):

@@ -129,7 +129,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Apply both blocks, ``(S[/tp], B, H)``; for ``memo`` see `mlp_block`.
 
-        The sum between them is computed with the norm that follows, if this norm is kept.
+        ``again`` has the parts of layers to recompute in the backward pass, as in `ModelContext`.
+        The sum between the blocks is computed with the norm that follows, if this norm is kept.
         """
         mixed_SBH = self._mix(x_SBH, rotary, batch, again)
         parts = {"moe"} if isinstance(self.mlp, MoEBlock) else {"mlp", "norm"}

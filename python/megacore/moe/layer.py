@@ -20,7 +20,7 @@ from megacore.ops.library import in_inference
 from megacore.ops.recompute import RecomputeCache, is_recomputed
 from megacore.parallel.params import has_hooks, use_params
 
-Mapping = Callable[[Tensor], Tensor]
+TokenMap = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
@@ -82,8 +82,8 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher,
         experts: GroupedExperts,
         shared: nn.Module | None = None,
-        scatter_tokens: Mapping | None = None,
-        gather_tokens: Mapping | None = None,
+        scatter_tokens: TokenMap | None = None,
+        gather_tokens: TokenMap | None = None,
         echo: Echo | None = None,
     ) -> None:
         super().__init__()

@@ -29,12 +29,12 @@ class ParamInfo:
             that is replicated over tp.
         sequence_parallel: The parameter is replicated over tp, but each tp rank had only part of
             the activations (mostly a slice of the sequence), so its gradient is partial and must
-            be summed over tp.
+            be summed over tp. Routers and norms of heads are so without sequence parallelism too.
         weight_decay: Whether weight decay applies (to matrices, not to norm weights).
         shared: Name of a set of parameters that must stay equal across pipeline stages;
-            ``"embedding"`` for tied word embeddings on the first and the last stage. Their
+            ``"embedding"`` for tied word embeddings and those of multi-token prediction. Their
             gradients are summed.
-        is_shared_copy: Whether this is the second copy of a shared parameter, which is excluded
+        is_shared_copy: Whether this is a further copy of a shared parameter, which is excluded
             from norms and checkpoints.
         expert: Whether it belongs to an expert, and thus to the expert view of the topology.
         ep_dim: Dimension of experts, split by expert parallelism; for expert parameters only.

@@ -128,8 +128,8 @@ class ProcessGroups:
         holders: All ranks that hold the same dense parameters: ``dp_cp``; with two copies of the
             model in a pipeline, those of both pipeline positions.
         expert_holders: The same for expert parameters: ``expert_dp``, or those of both positions.
-        embedding: First and last rank of this pipeline (which share a tied word embedding); a group
-            of one on other ranks, and without a pipeline.
+        embedding: Ranks of this pipeline that hold the word embedding or a copy of it, mostly the
+            first and the last; a group of one on other ranks, and without a pipeline.
     """
 
     topology: Topology

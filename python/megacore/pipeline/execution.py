@@ -25,7 +25,8 @@ from megacore.pipeline.recorder import ActionRecorder
 StageOutput: TypeAlias = Tensor | tuple[Tensor, Tensor | int]
 # (model chunk, input or None on the first stage, microbatch) -> result of the stage.
 ForwardStep: TypeAlias = Callable[[nn.Module, Tensor | None, int], StageOutput]
-# (stage, microbatch), called before the action that adds to the gradients of parameters.
+# (stage, microbatch), called before each action that adds to the gradients of parameters: also
+# before an I during which weight gradients may run early, and again before its W.
 BeforeBackward: TypeAlias = Callable[[int, int], None]
 
 KIND_WORDS = {

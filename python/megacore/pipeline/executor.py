@@ -156,7 +156,8 @@ class PipelineExecutor:
                 should go into the backward pass, or ``(loss, number of tokens)``.
             forward_only: Run the forward passes only, without autograd.
             before_backward: Called as ``before_backward(stage, microbatch)`` before every action
-                that adds to the gradients of parameters: a whole backward pass, or a W.
+                that adds to the gradients of parameters: a whole backward pass, or a W, and before
+                an I whose W may begin in it.
             recorder: For this step, in place of the executor's own.
             chunks: Likewise the model chunks.
 

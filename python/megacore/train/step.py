@@ -78,14 +78,17 @@ class StepRunner(Protocol):
     def passes(
         self, batches: Sequence[Microbatch], *, lr: float, recorder: ActionRecorder | None = None
     ) -> Tensor:
-        """Run all forward and backward passes; gradients are reduced as buckets fill.
+        """Run all forward and backward passes; ``optimizer.overlap`` reduces buckets meanwhile.
 
         Returns:
             Sums for :meth:`update`.
         """
 
     def update(self, sums: Tensor, *, lr: float) -> StepResult:
-        """Finish the reduction, clip, update the parameters and start gathering them."""
+        """Reduce the rest of the gradients, clip, update the parameters and gather them.
+
+        With ``optimizer.overlap`` the gather goes on in the next forward passes.
+        """
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Run all forward passes and return ``(sum of losses, number of steps or tokens)``."""
@@ -200,8 +203,9 @@ class TrainStep:
             self._reported_missing = missing
             names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             warnings.warn(
-                f"no gradient for {names} in this step (counted as zero); a parameter that the "
-                "loss does not depend on keeps its bucket from being reduced early",
+                f"no gradient for {names} in this step (counted as zero); with optimizer.overlap, "
+                "a parameter that the loss does not depend on keeps its bucket from being reduced "
+                "early",
                 stacklevel=2,
             )
 
@@ -330,7 +334,7 @@ class EagerStep:
         scale = self.optimizer.loss_scale_on_device()
         self.optimizer.zero_grads()
         losses = self._executor.run(
-            self._forward_step(batches, loss_scale=scale),
+            self._make_forward_step(batches, loss_scale=scale),
             before_backward=self._before_backward,
             recorder=recorder,
         )
@@ -359,7 +363,7 @@ class EagerStep:
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Run all forward passes; see ``StepRunner``."""
-        losses = self._executor.run(self._forward_step(batches), forward_only=True)
+        losses = self._executor.run(self._make_forward_step(batches), forward_only=True)
         return self._loss_sums(losses)
 
     def _before_backward(self, stage: int, microbatch: int) -> None:
@@ -367,7 +371,7 @@ class EagerStep:
         is_last = self._last_backwards[stage] == microbatch
         self.optimizer.before_backward(is_last=is_last)
 
-    def _forward_step(
+    def _make_forward_step(
         self, batches: Sequence[Microbatch], *, loss_scale: Tensor | float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
         counts = [self._num_tokens(batch) for batch in batches]
