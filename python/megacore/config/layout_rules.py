@@ -95,7 +95,7 @@ def _check_model_fits_tp(problems: ConfigErrors, config: ResolvedConfig) -> None
     for key in keys:
         value = getattr(config.model, key)
         if value % tp:
-            shown = problems.shown(f"model.{key}", value)
+            shown = problems.shown(f"model.{key}")
             problems.add(
                 f"{shown} is not a multiple of {problems.shown('parallel.tp')}; nearest: "
                 f"tp={nearest_divisors(tp, value)}, or {key}={nearest_multiples(value, tp)}"
@@ -135,7 +135,7 @@ def _check_heads_fit_cp(problems: ConfigErrors, config: ResolvedConfig) -> None:
         problems.add(
             f"{comm} needs num_kv_heads to be a multiple of {problems.shown('parallel.tp')} * "
             f"{problems.shown('parallel.cp')} = {unit}, got "
-            f'{problems.shown("model.num_kv_heads", model.num_kv_heads)}; set cp_comm = "allgather"'
+            f'{problems.shown("model.num_kv_heads")}; set cp_comm = "allgather"'
         )
 
 
@@ -153,8 +153,8 @@ def _check_experts(problems: ConfigErrors, config: ResolvedConfig) -> None:
         value, size = getattr(moe, key), getattr(parallel, axis)
         if value % size:
             problems.add(
-                f"{problems.shown(f'moe.{key}', value)} is not a multiple of "
-                f"{problems.shown(f'parallel.{axis}', size)}; nearest: "
+                f"{problems.shown(f'moe.{key}')} is not a multiple of "
+                f"{problems.shown(f'parallel.{axis}')}; nearest: "
                 f"{axis}={nearest_divisors(size, value)}, or {key}={nearest_multiples(value, size)}"
             )
     if moe.shared_ffn_hidden_size % parallel.tp:
@@ -206,7 +206,7 @@ def _check_expert_layout(problems: ConfigErrors, config: ResolvedConfig) -> None
             fixes.append(f"start {counts} processes")
         problems.add(
             f"the experts do not fit {count_of(world, 'process')} ({problems.launcher}): "
-            f"{problems.shown('parallel.etp', etp)} x {problems.shown('parallel.ep')} x "
+            f"{problems.shown('parallel.etp')} x {problems.shown('parallel.ep')} x "
             f"{problems.shown('parallel.pp')} = {product}, and {world} is not a multiple of it"
             + (f"; nearest: {', or '.join(fixes)}" if fixes else "; change one of them")
         )

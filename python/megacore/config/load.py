@@ -166,11 +166,8 @@ def _check_deprecated(data: dict[str, Any], places: _Places) -> list[str]:
         try:
             TypeAdapter[Any](entry.kind).validate_python(value, strict=True)
         except ValidationError as error:
-            details = error.errors()[0]
-            context = details.get("ctx", {})
-            rule = context.get("expected") or _rule(details["type"], context, details["msg"])
-            rule = rule.removeprefix("expected ").removeprefix("must be ")
-            problems.append(f"{places.prefix(key)}{key} must be {rule}, got {value}")
+            rule = _rule(error.errors()[0]).partition(";")[0].replace("expected", "must be")
+            problems.append(f"{places.prefix(key)}{key} {rule}, got {value}")
             del table_of(data, section)[name]
     return problems
 
@@ -401,11 +398,10 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
     if kind in ("model_type", "model_attributes_type"):
         return f"{prefix}[{section}] must be a table of settings, but it is {value!r}"
     shown = f"{prefix}{key} = {toml_value(value)}: "
-    if kind == "literal_error":
-        answer = VALUES.get(key, {}).get(str(value).lower())
-        hint = f"; {answer}" if answer else _closest_literal(value, context)
-        return f"{shown}expected one of {context['expected']}{hint}"
-    return shown + _rule(kind, context, details["msg"])
+    answer = VALUES.get(key, {}).get(str(value).lower())
+    if kind == "literal_error" and answer:
+        return f"{shown}expected one of {context['expected']}; {answer}"
+    return shown + _rule(details)
 
 
 def _describe_item(details: ErrorDetails, places: _Places) -> str:
@@ -426,20 +422,17 @@ def _describe_item(details: ErrorDetails, places: _Places) -> str:
         return f"{place}: unknown key {inner[0]}" + (
             did_you_mean(str(inner[0]), list(known)) or f"; it has {', '.join(known)}"
         )
-    context = details.get("ctx", {})
-    shown = f"{place}: {inner[0]} = {toml_value(details['input'])}: "
-    if kind == "literal_error":
-        return (
-            shown
-            + f"expected one of {context['expected']}"
-            + _closest_literal(details["input"], context)
-        )
-    return shown + _rule(kind, context, details["msg"])
+    return f"{place}: {inner[0]} = {toml_value(details['input'])}: {_rule(details)}"
 
 
-def _rule(kind: str, context: Mapping[str, Any], fallback: str) -> str:
+def _rule(details: ErrorDetails) -> str:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind in _TYPES:
         return f"expected {_TYPES[kind]}"
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", str(context["expected"]))
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        return f"expected one of {context['expected']}{hint}"
     rules = {
         "greater_than_equal": "must be at least {ge:g}",
         "greater_than": "must be above {gt:g}",
@@ -448,12 +441,7 @@ def _rule(kind: str, context: Mapping[str, Any], fallback: str) -> str:
         "string_too_short": "must not be empty",
         "value_error": "{error}",
     }
-    return rules[kind].format(**context) if kind in rules else fallback
-
-
-def _closest_literal(value: Any, context: Mapping[str, Any]) -> str:
-    known = re.findall(r"'([^']*)'", str(context["expected"]))
-    return did_you_mean(value, known) if isinstance(value, str) else ""
+    return rules[kind].format(**context) if kind in rules else details["msg"]
 
 
 def _unknown_key(section: str, name: str) -> str:

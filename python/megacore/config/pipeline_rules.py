@@ -35,7 +35,7 @@ def _own_chunks(config: ResolvedConfig) -> int:
 def _check_chunks(problems: ConfigErrors, config: ResolvedConfig) -> None:
     pipeline, pp = config.pipeline, config.parallel.pp
     schedule = problems.shown("pipeline.schedule")
-    chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
+    chunks = problems.shown("pipeline.num_chunks")
     own_chunks = _own_chunks(config)
     if own_chunks and pipeline.chunks != own_chunks:
         problems.add(
@@ -114,7 +114,7 @@ def _check_layers(problems: ConfigErrors, config: ResolvedConfig) -> None:
         return
     stages = pp * pipeline.stages_per_rank
     if stages > layers:
-        chunks = problems.shown("pipeline.num_chunks", pipeline.chunks)
+        chunks = problems.shown("pipeline.num_chunks")
         if pipeline.copies > 1:
             chunks = f"{chunks} / {pipeline.copies} copies of the model"
         problems.add(
@@ -126,7 +126,7 @@ def _check_layers(problems: ConfigErrors, config: ResolvedConfig) -> None:
     if not layers_fit(config):
         settings = [problems.shown("parallel.pp")]
         if pipeline.stages_per_rank > 1:
-            settings.append(problems.shown("pipeline.num_chunks", pipeline.chunks))
+            settings.append(problems.shown("pipeline.num_chunks"))
         fixes = nearest_fits(config, problems.world_size)
         problems.add(
             f"{problems.shown('model.num_layers')} cannot be dealt to pipeline stages with "

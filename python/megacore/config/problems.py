@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from megacore.config.resolved import ResolvedConfig
 from megacore.config.sections import Config
 
 
@@ -16,6 +16,7 @@ class ConfigErrors:
 
     Attributes:
         config: The configuration before derived settings are filled.
+        filled: The configuration with all of them.
         world_size: Number of processes.
         launcher: The option or environment that set it.
         accepts: Whether the layout rules hold on a number of processes with other sizes of
@@ -24,6 +25,7 @@ class ConfigErrors:
     """
 
     config: Config
+    filled: ResolvedConfig
     world_size: int
     launcher: str
     accepts: Callable[..., bool]
@@ -33,10 +35,11 @@ class ConfigErrors:
         """Add one sentence."""
         self.found.append(problem)
 
-    def shown(self, key: str, value: Any = None) -> str:
-        """Return ``"parallel.tp = 2 (demo.toml:9)"``; ``value`` is the fallback if unset."""
-        set_value = operator.attrgetter(key)(self.config)
-        shown = set_value if set_value is not None else value
+    def shown(self, key: str) -> str:
+        """Return ``"parallel.tp = 2 (demo.toml:9)"``, with the derived value if none is set."""
+        find = operator.attrgetter(key)
+        value = find(self.config)
+        shown = find(self.filled) if value is None else value
         return f"{key} = {shown} ({self.config.origin(key)})"
 
 

@@ -63,15 +63,16 @@ def resolve(
         backend = default_backend(cuda)
     # No rule depends on the vocabulary: its rows are padded.
     fill = functools.partial(_fill, vocab_size=1, backend=backend or "gloo")
+    filled = fill(config, world_size)
     problems = ConfigErrors(
         config=config,
+        filled=filled,
         world_size=world_size,
         launcher=launcher,
         accepts=functools.partial(_accepts, config, fill),
     )
-    filled_in = fill(config, world_size)
     for check in _CHECKS:
-        check(problems, filled_in)
+        check(problems, filled)
     if problems.found:
         raise ConfigError(join_problems(problems.found))
     return _fill(
@@ -98,12 +99,16 @@ def _accepts(
     """Return whether the layout rules hold with other processes and sizes of parallel axes."""
     parallel = config.parallel.model_copy(update=sizes)
     config = config.model_copy(update={"parallel": parallel})
+    filled = fill(config, world_size)
     problems = ConfigErrors(
-        config=config, world_size=world_size, launcher="", accepts=lambda *_, **__: False
+        config=config,
+        filled=filled,
+        world_size=world_size,
+        launcher="",
+        accepts=lambda *_, **__: False,
     )
-    filled_in = fill(config, world_size)
     for check in (*LAYOUT_RULES, check_pipeline):
-        check(problems, filled_in)
+        check(problems, filled)
     return not problems.found
 
 
@@ -227,9 +232,7 @@ def _check_own_model(problems: ConfigErrors, config: ResolvedConfig) -> None:
 
 
 def _check_graphs(problems: ConfigErrors, config: ResolvedConfig) -> None:
-    for problem in graph_problems(
-        config, lambda key: problems.shown(key, operator.attrgetter(key)(config))
-    ):
+    for problem in graph_problems(config, problems.shown):
         problems.add(problem)
 
 
@@ -244,7 +247,7 @@ def _check_transport(problems: ConfigErrors, config: ResolvedConfig) -> None:
 def _check_decay(problems: ConfigErrors, config: ResolvedConfig) -> None:
     steps, optimizer = config.train.steps, config.optimizer
     set_decay = problems.config.optimizer.decay_steps
-    decay = problems.shown("optimizer.decay_steps", optimizer.decay_steps)
+    decay = problems.shown("optimizer.decay_steps")
     warmup = problems.shown("optimizer.warmup_steps")
     if optimizer.schedule == "cosine" and set_decay is not None:
         if set_decay <= optimizer.warmup_steps:
@@ -276,7 +279,7 @@ def _check_traced_steps(problems: ConfigErrors, config: ResolvedConfig) -> None:
         legal = f"1 to {steps}" if steps > 1 else "1"
         problems.add(
             f"debug.trace_step must be {legal}, a step of {problems.shown('train.steps')}, or -1 "
-            f"for no timeline, got {problems.shown('debug.trace_step', traced)}"
+            f"for no timeline, got {problems.shown('debug.trace_step')}"
         )
 
 

@@ -448,7 +448,7 @@ def test_the_command_line_overrides_an_old_name_in_the_file(
         ('optimizer.overlap_grad_reduce = "yes"', "true or false, got yes"),
         ("optimizer.distributed = 1", "true or false, got 1"),
         ("moe.expert_bias_rate = -1", "at least 0, got -1"),
-        ('model.qk_norm_width = "heads"', "'head' or 'all', got heads"),
+        ('model.qk_norm_width = "heads"', "one of 'head' or 'all', got heads"),
         ("graphs.scopes = 3", "text in quotes, got 3"),
     ],
 )
