@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +13,10 @@ from typing import TYPE_CHECKING
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from megacore.pipeline import Costs, Schedule
 
 
 def require_folder(file: str | None) -> None:
@@ -29,6 +35,28 @@ def require_folder(file: str | None) -> None:
         raise ConfigError(f"cannot write {file}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ConfigError(f"cannot write {file}: it is a folder; name a file in it")
+
+
+def write_pictures(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
+    """Write what ``--svg`` and ``--trace`` ask for: a schedule as simulated."""
+    from megacore.view import schedule_svg, simulated_trace
+
+    write_output(args.svg, lambda path: path.write_text(schedule_svg(schedule, costs=costs)))
+    write_output(
+        args.trace, lambda path: path.write_text(json.dumps(simulated_trace(schedule, costs=costs)))
+    )
+
+
+def terminal(*, least: int) -> Console:
+    """Return a console as wide as the terminal, or 120 characters where there is none.
+
+    Args:
+        least: Smallest width, in characters.
+    """
+    from rich.console import Console
+
+    width = max(shutil.get_terminal_size((120, 24)).columns, least)
+    return Console(highlight=False, width=width)
 
 
 def plain_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megacore.cli.outputs import plain_table, require_folder, write_output
+from megacore.cli.outputs import plain_table, require_folder, write_output, write_pictures
 from megacore.config import Config, ResolvedConfig, config_to_toml, load_config, resolve
 from megacore.errors import ConfigError
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(forecasts[0]), indent=2))
     else:
         _print(args, forecasts[0])
-    _draw(args, forecasts[0])
+    write_pictures(args, forecasts[0].step.schedule, forecasts[0].step.costs)
     return DOES_NOT_FIT if any(each.verdict == "does not fit" for each in forecasts) else 0
 
 
@@ -346,17 +346,6 @@ def _print_scaling(args: argparse.Namespace, found: list[Forecast]) -> None:
         _print_budget(args, each, console)
 
 
-def _draw(args: argparse.Namespace, found: Forecast) -> None:
-    from megacore.view import schedule_svg, simulated_trace
-
-    schedule, costs = found.step.schedule, found.step.costs
-    write_output(args.svg, lambda path: path.write_text(schedule_svg(schedule, costs=costs)))
-    write_output(
-        args.trace,
-        lambda path: path.write_text(json.dumps(simulated_trace(schedule, costs=costs))),
-    )
-
-
 # ---- search --------------------------------------------------------------------------------------
 
 
@@ -389,7 +378,7 @@ def _search(
         if args.write:
             text = config_to_toml(with_settings(base, legal[0][0], gpus))
             write_output(args.write, partial(_write_text, text))
-        _draw(args, legal[0][1])
+        write_pictures(args, legal[0][1].step.schedule, legal[0][1].step.costs)
     return DOES_NOT_FIT if missing else 0
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.cli.outputs import require_folder, write_output
+from megacore.cli.outputs import require_folder, terminal, write_output
 from megacore.cli.values import require_at_least, whole_number
 from megacore.errors import ConfigError
 
@@ -151,10 +150,7 @@ def _print_json(topology: Topology, tokens: dict[str, tuple[str, ...]]) -> None:
 def _print_tables(
     topology: Topology, tokens: dict[str, tuple[str, ...]], args: argparse.Namespace
 ) -> None:
-    from rich.console import Console
-
-    width = max(shutil.get_terminal_size((120, 24)).columns, 80)
-    console = Console(highlight=False, width=width)
+    console = terminal(least=80)
     num_nodes = -(-topology.world_size // args.gpus_per_node)
     console.print(
         f"[bold]{topology.world_size:,} ranks[/], {args.gpus_per_node} per node, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megacore.cli.outputs import require_folder, write_output
+from megacore.cli.outputs import require_folder, terminal, write_output, write_pictures
 from megacore.cli.schedule_auto import (
     add_auto_options,
     auto_options,
@@ -143,8 +142,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, costs: Costs) -> int:
-    from megacore.view import schedule_svg, simulated_trace
-
     schedule = _schedule(args, costs)
     if args.program:
         print_programs(schedule, args)
@@ -154,11 +151,8 @@ def _show(args: argparse.Namespace, costs: Costs) -> int:
         _print_json(schedule, timeline)
     else:
         _print_text(schedule, timeline, costs)
-    write_output(args.svg, lambda path: path.write_text(schedule_svg(schedule, costs=costs)))
     write_output(args.csv, schedule.to_csv)
-    write_output(
-        args.trace, lambda path: path.write_text(json.dumps(simulated_trace(schedule, costs=costs)))
-    )
+    write_pictures(args, schedule, costs)
     return 0
 
 
@@ -237,8 +231,7 @@ def _print_json(schedule: Schedule, timeline: Timeline) -> None:
 
 
 def _print_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> None:
-    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
-    console = Console(highlight=False, width=width)
+    console = terminal(least=60)
     chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
     kind = " (forward only)" if schedule.is_forward_only else ""
     console.print(

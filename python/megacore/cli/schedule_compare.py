@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from megacore.cli.outputs import terminal
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,15 +111,14 @@ def _print_json(comparison: Comparison) -> None:
 
 
 def _print_text(args: argparse.Namespace, costs: Costs, comparison: Comparison) -> None:
-    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
-    console = Console(highlight=False, width=width)
+    console = terminal(least=60)
     weight = costs.backward_weight
     console.print(
         f"[bold]{args.pp} ranks, {args.microbatches} microbatches[/]; all layers of a rank take "
         f"{args.forward:g} forward, {args.backward:g} backward ({weight:g} of it for the weights), "
         f"a message {args.send:g}\n"
     )
-    console.print(_table(comparison, marked=args.name, wide=width >= _WIDE))
+    console.print(_table(comparison, marked=args.name, wide=console.width >= _WIDE))
     console.print(
         "\n* no other is both faster and smaller. In flight: microbatches of all layers of a rank "
         "whose activations it holds. Span: the bubble without a barrier between steps. Bound: what "
