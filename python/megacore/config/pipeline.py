@@ -96,6 +96,14 @@ class PipelineConfig(Section):
         return schedule_info(self.schedule)
 
     @property
+    def pairs(self) -> Literal["whole", "split"] | None:
+        """How forwards run in pairs with backwards, if the schedule does so only on request."""
+        info = self.schedule_info
+        if not self.overlap_moe or info is None or not info.takes_pairs:
+            return None
+        return "split" if self.overlap_moe == "split" else "whole"
+
+    @property
     def is_v(self) -> bool:
         """True if the stages go down the ranks and back up, so that one rank holds both ends."""
         info = self.schedule_info

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from megacore.config.pipeline import SEARCHED
 from megacore.pipeline import ActionKind
@@ -339,7 +340,7 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
     microbatches = spec.microbatches
     if spec.schedule not in _UNBOUNDED:  # the first microbatches reach the peak
         microbatches = min(microbatches, 3 * spec.pp)
-    by_rank = _held(spec.schedule, spec.pp, microbatches, spec.chunks, spec.group_size)
+    by_rank = _held(spec.schedule, spec.pp, microbatches, spec.chunks, spec.group_size, spec.pairs)
     stages = rank_stages(spec)
     return [
         max(
@@ -358,14 +359,19 @@ _Held = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=512)
 def _held(
-    name: str, pp: int, microbatches: int, chunks: int, group_size: int | None
+    name: str,
+    pp: int,
+    microbatches: int,
+    chunks: int,
+    group_size: int | None,
+    pairs: Literal["whole", "split"] | None,
 ) -> list[set[_Held]]:
     """Return what each rank holds at its local peaks.
 
     For each of its stages: microbatches between F and the end of their backward pass, and those of
     them between I and W.
     """
-    schedule = cached_schedule(name, pp, microbatches, chunks, group_size)
+    schedule = cached_schedule(name, pp, microbatches, chunks, group_size, pairs=pairs)
     found = []
     for rank in range(pp):
         position = {stage: index for index, stage in enumerate(schedule.stages(rank))}

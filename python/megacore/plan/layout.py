@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
@@ -59,10 +58,6 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
         ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
     """
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
-    info = pipeline.schedule_info
-    pairs: Literal["whole", "split"] | None = None
-    if pipeline.overlap_moe and info is not None and info.takes_pairs:
-        pairs = "split" if pipeline.overlap_moe == "split" else "whole"
     try:
         return cached_schedule(
             pipeline.schedule,
@@ -71,7 +66,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
             pipeline.chunks,
             pipeline.group_size,
             pipeline.memory_limit,
-            pairs,
+            pipeline.pairs,
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)

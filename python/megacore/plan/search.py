@@ -157,6 +157,7 @@ def _layer_setups(
                         schedule="1f1b",
                         stages=(),
                         group_size=None,
+                        pairs="whole" if "ep" in overlap else None,
                     )
                     yield spec, LayerCosts(model, spec, device)
 
@@ -288,7 +289,10 @@ class _Pricer:
         seconds = m * busiest + max(0.0, bubble) + sum(once_per_step.values())
         flight = min(m, held * pp - (held - 1)) if pp > 1 else 1.0
         if spec.chunks > 1 and spec.schedule == "interleaved_1f1b":
-            flight = min(m, pp * (1 + (pp - 1) / (pp * spec.chunks)))
+            more = 1 / spec.chunks if spec.pairs else 0
+            flight = min(m, pp * (1 + (pp - 1) / (pp * spec.chunks)) + more)
+        elif spec.pairs:
+            flight = min(m, 2 * pp)
         return seconds, self._bytes(spec, layers, flight)
 
     def _bytes(self, spec: RunSpec, layers: float, flight: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from megacore.config import EchoConfig
 from megacore.models.shape import block_columns
@@ -209,6 +210,8 @@ class RunSpec:
             beside the activations from I to W.
         keeps_permuted: Permuted rows are kept beside the input of the experts.
         group_size: Microbatches that run through one chunk before the next (interleaving).
+        pairs: Forwards run in pairs with ``whole`` or ``split`` backwards of other microbatches, as
+            with `pipeline.overlap_moe`; this holds more activations.
         order: Axes from adjacent ranks to far ones.
     """
 
@@ -246,6 +249,7 @@ class RunSpec:
     plain_autograd: bool = False
     keeps_permuted: bool = True
     group_size: int | None = None
+    pairs: Literal["whole", "split"] | None = None
     order: str = "tp-cp-ep-dp-pp"
 
     @cached_property

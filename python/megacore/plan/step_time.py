@@ -111,7 +111,7 @@ def stage_costs(
     num_bytes = 2 * layers.tokens * model.hidden / spec.tp
     message = num_bytes / transfer.bandwidth + transfer.latency if spec.pp > 1 else 0.0
     info = schedule_info(spec.schedule)
-    splits_backward = info is not None and info.splits_backward
+    splits_backward = spec.pairs == "split" or (info is not None and info.splits_backward)
     for stage, count in enumerate(counts):
         cost = Cost()
         kinds = Counter(model.moe_layers[first : first + count])
@@ -150,7 +150,12 @@ def step_time(
     counts = stage_layers(model, spec, layers)
     stages = stage_costs(model, spec, layers, counts)
     schedule = cached_schedule(
-        spec.schedule, spec.pp, spec.microbatches, spec.chunks, spec.group_size
+        spec.schedule,
+        spec.pp,
+        spec.microbatches,
+        spec.chunks,
+        spec.group_size,
+        pairs=spec.pairs,
     )
     transfer = p2p_link(spec, device)
     send = 2 * layers.tokens * model.hidden / spec.tp / transfer.bandwidth + transfer.latency

@@ -22,7 +22,14 @@ from megacore.errors import ConfigError
 from megacore.pipeline import Costs, build_schedule
 from megacore.plan.cost import LayerCosts, link
 from megacore.plan.device import FOLDER, known_devices, load_device
-from megacore.plan.footprint import GIB, footprints, layer_bytes, rank_stages, slot_bytes
+from megacore.plan.footprint import (
+    GIB,
+    footprints,
+    in_flight,
+    layer_bytes,
+    rank_stages,
+    slot_bytes,
+)
 from megacore.plan.forecast import advise, forecast
 from megacore.plan.layout import train_schedule
 from megacore.plan.run_plan import plan_run
@@ -173,16 +180,34 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
     assert [sorted(stages) for stages in found] == [sorted(s) for s in stages_of_ranks(config)]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "group_interleaved", "interleaved_zb"])
-def test_predictions_simulate_groups_of_the_size_of_the_run(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        *((name, {"num_chunks": "2", "group_size": "4"}) for name in (
+            "interleaved_1f1b", "group_interleaved", "interleaved_zb"
+        )),
+        ("1f1b", {"overlap_moe": "true"}),
+        ("1f1b", {"overlap_moe": "split"}),
+        ("interleaved_1f1b", {"overlap_moe": "true"}),
+        ("dualpipe", {"overlap_moe": "true"}),
+    ],
+)  # fmt: skip
+def test_predictions_simulate_the_schedule_of_the_run(
+    schedule: str, options: dict[str, str]
+) -> None:
     settings = {
-        "parallel.pp": "2", "pipeline.schedule": schedule, "pipeline.num_chunks": "2",
-        "pipeline.group_size": "4", "train.global_batch_size": "32",
+        "model.num_layers": "8", "parallel.pp": "4", "parallel.ep": "2", "moe.num_experts": "4",
+        "train.global_batch_size": "64", "pipeline.schedule": schedule,
+        **{f"pipeline.{name}": text for name, text in options.items()},
     }  # fmt: skip
-    config = resolve(load_config(None, list(settings.items())), 2, vocab_size=256, cuda=False)
-    predicted = step_time(model_spec(config), run_spec(config, 2), load_device("h100")).schedule
-    trained = train_schedule(config, 2)
-    assert [predicted.order(rank) for rank in (0, 1)] == [trained.order(rank) for rank in (0, 1)]
+    config = resolve(load_config(None, list(settings.items())), 8, vocab_size=256, cuda=False)
+    model, spec, device = model_spec(config), run_spec(config, 8), load_device("h100")
+    predicted, trained = step_time(model, spec, device).schedule, train_schedule(config, 8)
+    assert predicted == trained
+    # Microbatches that each rank holds, from what it would keep of each of its stages.
+    ones = [1.0] * (predicted.num_stages // predicted.num_chains)
+    held = in_flight(spec, ones, [0.0] * len(ones))
+    assert held == trained.simulate().peak_in_flight
 
 
 @pytest.mark.parametrize("sections", CASES)
