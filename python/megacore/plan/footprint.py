@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from megacore.config.pipeline import SEARCHED
 from megacore.pipeline import ActionKind
 from megacore.plan.device import Device
 from megacore.plan.spec import ModelSpec, RunSpec, loss_columns
-from megacore.plan.step_time import cached_schedule, stage_params
+from megacore.plan.step_time import (
+    ScheduleShape,
+    cached_schedule,
+    schedule_shape,
+    stage_params,
+)
 
 GIB = float(1 << 30)
 
@@ -283,9 +287,7 @@ def _communicators(spec: RunSpec) -> int:
 
 def rank_stages(spec: RunSpec) -> list[list[int]]:
     """Return the stages of each pipeline rank."""
-    schedule = cached_schedule(
-        spec.schedule, spec.pp, 1 if spec.pp == 1 else 2 * spec.pp, spec.chunks, spec.group_size
-    )
+    schedule = cached_schedule(schedule_shape(spec, 1 if spec.pp == 1 else 2 * spec.pp))
     length = schedule.num_stages // schedule.num_chains
     return [[stage % length for stage in schedule.stages(rank)] for rank in range(spec.pp)]
 
@@ -340,7 +342,7 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
     microbatches = spec.microbatches
     if spec.schedule not in _UNBOUNDED:  # the first microbatches reach the peak
         microbatches = min(microbatches, 3 * spec.pp)
-    by_rank = _held(spec.schedule, spec.pp, microbatches, spec.chunks, spec.group_size, spec.pairs)
+    by_rank = _held(schedule_shape(spec, microbatches))
     stages = rank_stages(spec)
     return [
         max(
@@ -358,22 +360,15 @@ _Held = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=512)
-def _held(
-    name: str,
-    pp: int,
-    microbatches: int,
-    chunks: int,
-    group_size: int | None,
-    pairs: Literal["whole", "split"] | None,
-) -> list[set[_Held]]:
+def _held(shape: ScheduleShape) -> list[set[_Held]]:
     """Return what each rank holds at its local peaks.
 
     For each of its stages: microbatches between F and the end of their backward pass, and those of
     them between I and W.
     """
-    schedule = cached_schedule(name, pp, microbatches, chunks, group_size, pairs=pairs)
+    schedule = cached_schedule(shape)
     found = []
-    for rank in range(pp):
+    for rank in range(shape.ranks):
         position = {stage: index for index, stage in enumerate(schedule.stages(rank))}
         held = [[0, 0] for _ in position]
         peaks: set[_Held] = set()

@@ -12,7 +12,7 @@ from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
 from megacore.pipeline import Recompute, Schedule
 from megacore.pipeline.executor import ActivationSpec
-from megacore.plan.step_time import cached_schedule
+from megacore.plan.step_time import ScheduleShape, cached_schedule
 
 
 def embedding_ranks(config: Config) -> tuple[int, ...]:
@@ -60,13 +60,15 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
     try:
         return cached_schedule(
-            pipeline.schedule,
-            config.parallel.pp,
-            num_microbatches,
-            pipeline.chunks,
-            pipeline.group_size,
-            pipeline.memory_limit,
-            pipeline.pairs,
+            ScheduleShape(
+                pipeline.schedule,
+                config.parallel.pp,
+                num_microbatches,
+                pipeline.chunks,
+                pipeline.group_size,
+                pipeline.memory_limit,
+                pipeline.pairs,
+            )
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)

@@ -210,6 +210,7 @@ class RunSpec:
             beside the activations from I to W.
         keeps_permuted: Permuted rows are kept beside the input of the experts.
         group_size: Microbatches that run through one chunk before the next (interleaving).
+        memory_limit: Activations that a rank may hold in a schedule that is searched for.
         pairs: Forwards run in pairs with ``whole`` or ``split`` backwards of other microbatches, as
             with `pipeline.overlap_moe`; this holds more activations.
         order: Axes from adjacent ranks to far ones.
@@ -249,6 +250,7 @@ class RunSpec:
     plain_autograd: bool = False
     keeps_permuted: bool = True
     group_size: int | None = None
+    memory_limit: int | None = None
     pairs: Literal["whole", "split"] | None = None
     order: str = "tp-cp-ep-dp-pp"
 

@@ -91,6 +91,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         plain_autograd=True,
         keeps_permuted=False,
         group_size=pipeline.group_size,
+        memory_limit=pipeline.memory_limit,
         pairs=pipeline.pairs,
         order=parallel.order,
     )

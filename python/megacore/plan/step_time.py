@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megacore.config.pipeline import builder_arguments, schedule_info
 from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
@@ -38,25 +38,52 @@ class StepTime:
         return self.schedule.simulate(self.costs)
 
 
+class ScheduleShape(NamedTuple):
+    """Settings and sizes that determine the schedule of a run.
+
+    Attributes:
+        setting: As `pipeline.schedule`.
+        ranks: Pipeline ranks.
+        microbatches: Microbatches per step.
+        chunks: Stages of a rank.
+        group_size: As `pipeline.group_size`.
+        memory_limit: As `pipeline.memory_limit`.
+        pairs: As of ``build_schedule``.
+    """
+
+    setting: str
+    ranks: int
+    microbatches: int
+    chunks: int
+    group_size: int | None
+    memory_limit: int | None
+    pairs: Literal["whole", "split"] | None
+
+
+def schedule_shape(spec: RunSpec, microbatches: int) -> ScheduleShape:
+    """Return what determines the schedule of a layout with so many microbatches."""
+    return ScheduleShape(
+        spec.schedule,
+        spec.pp,
+        microbatches,
+        spec.chunks,
+        spec.group_size,
+        spec.memory_limit,
+        spec.pairs,
+    )
+
+
 @lru_cache(maxsize=256)
-def cached_schedule(
-    setting: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    group_size: int | None,
-    memory_limit: int | None = None,
-    pairs: Literal["whole", "split"] | None = None,
-) -> Schedule:
-    """Build the schedule of a ``pipeline.schedule``, or return the one that was built before."""
+def cached_schedule(shape: ScheduleShape) -> Schedule:
+    """Build a schedule, or return the one that was built before."""
     return build_schedule(
-        **builder_arguments(setting),
-        num_ranks=ranks,
-        num_microbatches=microbatches,
-        num_chunks=chunks,
-        group_size=group_size,
-        memory_limit=memory_limit,
-        pairs=pairs,
+        **builder_arguments(shape.setting),
+        num_ranks=shape.ranks,
+        num_microbatches=shape.microbatches,
+        num_chunks=shape.chunks,
+        group_size=shape.group_size,
+        memory_limit=shape.memory_limit,
+        pairs=shape.pairs,
     )
 
 
@@ -149,14 +176,7 @@ def step_time(
     layers = LayerCosts(model, spec, device) if layers is None else layers
     counts = stage_layers(model, spec, layers)
     stages = stage_costs(model, spec, layers, counts)
-    schedule = cached_schedule(
-        spec.schedule,
-        spec.pp,
-        spec.microbatches,
-        spec.chunks,
-        spec.group_size,
-        pairs=spec.pairs,
-    )
+    schedule = cached_schedule(schedule_shape(spec, spec.microbatches))
     transfer = p2p_link(spec, device)
     send = 2 * layers.tokens * model.hidden / spec.tp / transfer.bandwidth + transfer.latency
     costs = Costs(

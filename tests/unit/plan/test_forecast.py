@@ -190,6 +190,8 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
         ("1f1b", {"overlap_moe": "split"}),
         ("interleaved_1f1b", {"overlap_moe": "true"}),
         ("dualpipe", {"overlap_moe": "true"}),
+        ("auto", {"memory_limit": "2"}),
+        ("auto_v", {"memory_limit": "5"}),
     ],
 )  # fmt: skip
 def test_predictions_simulate_the_schedule_of_the_run(
