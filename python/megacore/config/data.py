@@ -106,10 +106,7 @@ class DataConfig(Section):
         """``sources``, or ``source`` as the only one."""
         return self.sources or [SourceConfig(path=self.source)]
 
-    @field_validator("factory")
-    @classmethod
-    def _check_factory(cls, name: str | None) -> str | None:
-        return None if name is None else check_object_name(name)
+    _check_factory = field_validator("factory")(check_object_name)
 
     @field_validator("split")
     @classmethod

@@ -239,10 +239,7 @@ class ModelConfig(Section):
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
 
-    @field_validator("factory")
-    @classmethod
-    def _check_factory(cls, name: str | None) -> str | None:
-        return None if name is None else check_object_name(name)
+    _check_factory = field_validator("factory")(check_object_name)
 
     @field_validator("window_pattern")
     @classmethod

@@ -20,8 +20,8 @@ from megacore.errors import ConfigError, MegacoreError
 _FORM = re.compile(r"(?:(?P<folder>.*)/)?(?P<module>\w+(?:\.\w+)*):(?P<name>[^\W\d]\w*)")
 
 
-def check_object_name(text: str) -> str:
-    """Return a well-formed name unchanged.
+def check_object_name(text: str | None) -> str | None:
+    """Return a well-formed name unchanged, and ``None``.
 
     Raises:
         ValueError: If it is not of the form ``package.module:name``.
@@ -30,7 +30,7 @@ def check_object_name(text: str) -> str:
         >>> check_object_name("my_models.gpt:build"), check_object_name("src/gpt:build")
         ('my_models.gpt:build', 'src/gpt:build')
     """
-    if _FORM.fullmatch(text) is None:
+    if text is not None and _FORM.fullmatch(text) is None:
         raise ValueError(
             'must name a function or class as "package.module:name", or "folder/module:name"'
         )

@@ -90,15 +90,14 @@ class TrainSectionConfig(Section):
         named = {"full": "layer", "selective": "norm,attention,activation"}
         return frozenset(named.get(self.recompute, self.recompute).split(","))
 
-    @field_validator("loss")
-    @classmethod
-    def _check_loss(cls, name: str | None) -> str | None:
-        return None if name is None else check_object_name(name)
+    _check_loss = field_validator("loss")(check_object_name)
 
     @field_validator("callbacks")
     @classmethod
     def _check_callbacks(cls, names: list[str]) -> list[str]:
-        return [check_object_name(name) for name in names]
+        for name in names:
+            check_object_name(name)
+        return names
 
     @field_validator("recompute")
     @classmethod
