@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacore.config import ResolvedConfig
 from megacore.parallel import Topology
@@ -43,7 +43,7 @@ class EchoEstimate:
 
 
 def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
-    """Estimate what the clones of a resolved configuration need.
+    """Plan the clones of a resolved configuration.
 
     Raises:
         ValueError: If the configuration has no spare slots, or no expert parallelism.
@@ -71,7 +71,7 @@ def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
         is_theorem=factor is not None and echo.num_spare_slots >= local,
         text="",
     )
-    return EchoEstimate(**{**vars(planned), "text": _text(planned, config, local)})
+    return replace(planned, text=_text(planned, config, local))
 
 
 def _text(planned: EchoEstimate, config: ResolvedConfig, local: int) -> str:
