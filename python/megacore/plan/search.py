@@ -157,6 +157,7 @@ def _layer_setups(
                         schedule="1f1b",
                         stages=(),
                         group_size=None,
+                        memory_limit=None,
                         pairs="whole" if "ep" in overlap else None,
                     )
                     yield spec, LayerCosts(model, spec, device)
