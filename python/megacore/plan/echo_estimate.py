@@ -43,7 +43,7 @@ class EchoEstimate:
 
 
 def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
-    """Plan the clones of a resolved configuration.
+    """Estimate what the clones of a resolved configuration need.
 
     Raises:
         ValueError: If the configuration has no spare slots, or no expert parallelism.
