@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Counts = npt.NDArray[np.int64]
+from megacore.moe.echo.plan import Counts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

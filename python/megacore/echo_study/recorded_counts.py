@@ -1,4 +1,7 @@
-"""Conversion of recorded routing decisions to the token counts that clone planners use."""
+"""Conversion of recorded routing decisions to the token counts that clone planners use.
+
+Beside the synthetic workloads, because it needs torch, which takes a second to load.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.config.base import nearest_divisors
+from megacore.moe.echo.plan import Counts
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 
 WORKLOADS = ("zipf", "lognormal", "drift", "bursts")
 
