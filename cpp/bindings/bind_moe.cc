@@ -28,7 +28,9 @@ py::array_t<int64_t> share(const py::object& plan,
   return array;
 }
 
-void bind_offload_plan(py::module_& module) {
+}  // namespace
+
+void bind_moe(py::module_& module) {
   py::class_<OffloadPlan>(module, "OffloadPlan")
       .def_readonly("num_experts", &OffloadPlan::num_experts)
       .def_readonly("max_load", &OffloadPlan::max_load)
@@ -74,9 +76,5 @@ void bind_offload_plan(py::module_& module) {
       py::arg("tolerance_per_million"), py::arg("min_imbalance_per_million"),
       py::arg("domain_size"));
 }
-
-}  // namespace
-
-void bind_moe(py::module_& module) { bind_offload_plan(module); }
 
 }  // namespace megacore::bindings

@@ -35,24 +35,24 @@ __device__ __forceinline__ int64_t over_block(int64_t value, Combine combine, in
   return result;
 }
 
-__global__ void __launch_bounds__(kRowThreads) count_plan_kernel(moe::EchoPlaces places,
+__global__ void __launch_bounds__(kRowThreads) count_plan_kernel(moe::PlanShape shape,
                                                                  moe::EchoReport report,
                                                                  const int64_t* slot_expert,
                                                                  const int64_t* copies_of_place,
                                                                  int64_t* copies,
                                                                  double* sums) {
   __shared__ int64_t of_warps[kRowThreads / kWarp];
-  for (int64_t expert = threadIdx.x; expert < places.num_experts; expert += kRowThreads) {
-    copies[expert] = moe::copies_of_expert(places, slot_expert, copies_of_place, expert);
+  for (int64_t expert = threadIdx.x; expert < shape.num_experts; expert += kRowThreads) {
+    copies[expert] = moe::copies_of_expert(shape, slot_expert, copies_of_place, expert);
   }
   int64_t highest = 0;
   int64_t total = 0;
   int64_t moved = 0;
-  for (int64_t rank = threadIdx.x; rank < places.num_ranks; rank += kRowThreads) {
+  for (int64_t rank = threadIdx.x; rank < shape.num_ranks; rank += kRowThreads) {
     highest = LargerOf{}(highest, report.load_before[rank]);
     total += report.load_before[rank];
   }
-  const int64_t numel = places.num_ranks * places.num_ranks * places.num_slots;
+  const int64_t numel = shape.num_ranks * shape.num_slots();
   for (int64_t i = threadIdx.x; i < numel; i += kRowThreads) {
     moved += report.rerouted[i];
   }
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRowThreads) count_plan_kernel(moe::EchoPlaces
   total = over_block(total, SumOf{}, of_warps);
   moved = over_block(moved, SumOf{}, of_warps);
   if (threadIdx.x == 0) {
-    moe::add_report(places, report, highest, total, moved, sums);
+    moe::add_report(shape, report, highest, total, moved, sums);
   }
 }
 
@@ -83,17 +83,17 @@ __global__ void __launch_bounds__(kRowThreads) count_held_kernel(const int64_t* 
 
 }  // namespace
 
-void count_plan(const moe::EchoPlaces& places,
+void count_plan(const moe::PlanShape& shape,
                 const moe::EchoReport& report,
                 const int64_t* slot_expert,
                 const int64_t* copies_of_place,
                 int64_t* copies,
                 double* sums,
                 cudaStream_t stream) {
-  MC_REQUIRE(
-      places.num_ranks >= 1 && places.num_experts % places.num_ranks == 0 && places.num_slots >= 0,
-      "{} experts do not divide over {} ranks", places.num_experts, places.num_ranks);
-  launch("count_plan", count_plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, places,
+  MC_REQUIRE(shape.num_ranks >= 1 && shape.num_experts % shape.num_ranks == 0 &&
+                 shape.num_spare_slots >= 0,
+             "{} experts do not divide over {} ranks", shape.num_experts, shape.num_ranks);
+  launch("count_plan", count_plan_kernel, {.blocks = 1, .threads = kRowThreads}, stream, shape,
          report, slot_expert, copies_of_place, copies, sums);
 }
 

@@ -7,21 +7,21 @@
 
 namespace megacore::moe {
 
-void count_plan(const EchoPlaces& places,
+void count_plan(const PlanShape& shape,
                 const EchoReport& report,
                 const int64_t* slot_expert,
                 const int64_t* copies_of_place,
                 int64_t* copies,
                 double* sums) {
-  const int64_t ranks = places.num_ranks;
-  MC_REQUIRE(ranks >= 1 && places.num_experts % ranks == 0 && places.num_slots >= 0,
-             "{} experts do not divide over {} ranks", places.num_experts, ranks);
-  for (int64_t expert = 0; expert < places.num_experts; ++expert) {
-    copies[expert] = copies_of_expert(places, slot_expert, copies_of_place, expert);
+  const int64_t ranks = shape.num_ranks;
+  MC_REQUIRE(ranks >= 1 && shape.num_experts % ranks == 0 && shape.num_spare_slots >= 0,
+             "{} experts do not divide over {} ranks", shape.num_experts, ranks);
+  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
+    copies[expert] = copies_of_expert(shape, slot_expert, copies_of_place, expert);
   }
   const int64_t* loads = report.load_before;
-  const int64_t* moved_end = report.rerouted + ranks * ranks * places.num_slots;
-  add_report(places, report, *std::max_element(loads, loads + ranks),
+  const int64_t* moved_end = report.rerouted + ranks * shape.num_slots();
+  add_report(shape, report, *std::max_element(loads, loads + ranks),
              std::accumulate(loads, loads + ranks, int64_t{0}),
              std::accumulate(report.rerouted, moved_end, int64_t{0}), sums);
 }

@@ -548,8 +548,8 @@ TEST(Router, RefusesMoreThanItsLanesHold) {
 TEST(EchoCounts, AreThoseOfTheCpu) {
   for (const auto& [ranks, local, slots] :
        {std::tuple{1, 1, 0}, std::tuple{3, 2, 2}, std::tuple{8, 40, 5}}) {
-    const moe::EchoPlaces places = {
-        .num_ranks = ranks, .num_experts = ranks * local, .num_slots = slots};
+    const moe::PlanShape shape = {
+        .num_ranks = ranks, .num_experts = ranks * local, .num_spare_slots = slots};
     std::mt19937 random(5);
     const auto numbers = [&](int64_t numel, int64_t low, int64_t high) {
       std::uniform_int_distribution<int64_t> any(low, high);
@@ -557,7 +557,7 @@ TEST(EchoCounts, AreThoseOfTheCpu) {
       std::generate(values.begin(), values.end(), [&] { return any(random); });
       return values;
     };
-    const std::vector<int64_t> held = numbers(ranks * slots, -1, places.num_experts - 1);
+    const std::vector<int64_t> held = numbers(ranks * slots, -1, shape.num_experts - 1);
     const std::vector<int64_t> tokens = numbers(ranks * (local + slots), 0, 1000);
     const std::vector<int64_t> loads = numbers(ranks, 0, 100'000);
     const std::vector<int64_t> moved = numbers(ranks * ranks * slots, 0, 1000);
@@ -565,10 +565,10 @@ TEST(EchoCounts, AreThoseOfTheCpu) {
     const int64_t elapsed = 98'765;
     const moe::EchoReport report = {loads.data(), moved.data(), summary.data(), &elapsed};
     std::vector<double> sums(moe::kNumEchoSums, 0.5), expected_sums = sums;
-    std::vector<int64_t> copies(static_cast<size_t>(places.num_experts), -1), expected = copies;
-    cuda::count_plan(places, report, held.data(), tokens.data(), copies.data(), sums.data(),
+    std::vector<int64_t> copies(static_cast<size_t>(shape.num_experts), -1), expected = copies;
+    cuda::count_plan(shape, report, held.data(), tokens.data(), copies.data(), sums.data(),
                      nullptr);
-    moe::count_plan(places, report, held.data(), tokens.data(), expected.data(),
+    moe::count_plan(shape, report, held.data(), tokens.data(), expected.data(),
                     expected_sums.data());
     cuda::count_held(held.data(), std::ssize(held), 1, 4, 1000, sums.data(), nullptr);
     moe::count_held(held.data(), std::ssize(held), 1, 4, 1000, expected_sums.data());

@@ -6,27 +6,19 @@
 #include <cstdint>
 
 #include "megacore/base/host_device.h"
+#include "megacore/moe/plan_spec.h"
 
 namespace megacore::moe {
 
-struct EchoPlaces {
-  int64_t num_ranks = 1;
-  int64_t num_experts = 0;
-  int64_t num_slots = 0;  // spare slots of a rank
-};
-
-// Copies for `expert`, of those for each place: its home, and the slots that hold it. Places are
-// those of rank 0, home experts before slots, then those of rank 1, and so on.
-MC_HOST_DEVICE int64_t copies_of_expert(const EchoPlaces& places,
+// Copies for `expert`, of those for each place: its home, and the slots that hold it.
+MC_HOST_DEVICE int64_t copies_of_expert(const PlanShape& shape,
                                         const int64_t* slot_expert,
                                         const int64_t* copies_of_place,
                                         int64_t expert) {
-  const int64_t local = places.num_experts / places.num_ranks;
-  const int64_t stride = local + places.num_slots;
-  int64_t copies = copies_of_place[expert / local * stride + expert % local];
-  for (int64_t slot = 0; slot < places.num_ranks * places.num_slots; ++slot) {
+  int64_t copies = copies_of_place[shape.place_of_expert(expert)];
+  for (int64_t slot = 0; slot < shape.num_slots(); ++slot) {
     if (slot_expert[slot] == expert) {
-      copies += copies_of_place[slot / places.num_slots * stride + local + slot % places.num_slots];
+      copies += copies_of_place[shape.place_of_slot(slot)];
     }
   }
   return copies;
@@ -53,7 +45,7 @@ enum EchoSum : int {
   kNumEchoSums,
 };
 
-MC_HOST_DEVICE void add_report(const EchoPlaces& places,
+MC_HOST_DEVICE void add_report(const PlanShape& shape,
                                const EchoReport& report,
                                int64_t highest,
                                int64_t total,
@@ -62,14 +54,14 @@ MC_HOST_DEVICE void add_report(const EchoPlaces& places,
   sums[kNumPlans] += 1.0;
   sums[kHighestBefore] += static_cast<double>(highest);
   sums[kHighestAfter] += static_cast<double>(report.summary[0]);
-  sums[kMeanLoad] += static_cast<double>(total) / static_cast<double>(places.num_ranks);
+  sums[kMeanLoad] += static_cast<double>(total) / static_cast<double>(shape.num_ranks);
   sums[kNumClones] += static_cast<double>(report.summary[1]);
   sums[kNumMoved] += static_cast<double>(moved);
   sums[kPlanUs] += static_cast<double>(*report.elapsed_ns) / 1e3;
 }
 
 // Writes copies_of_expert (num_experts) and adds the plan to the sums (kNumEchoSums).
-void count_plan(const EchoPlaces& places,
+void count_plan(const PlanShape& shape,
                 const EchoReport& report,
                 const int64_t* slot_expert,
                 const int64_t* copies_of_place,

@@ -22,6 +22,16 @@ struct PlanShape {
   MC_HOST_DEVICE int64_t experts_per_rank() const { return num_experts / num_ranks; }
   MC_HOST_DEVICE int64_t num_slots() const { return num_ranks * num_spare_slots; }
   MC_HOST_DEVICE int64_t home(int64_t expert) const { return expert / experts_per_rank(); }
+
+  // Places are those of rank 0, home experts before slots, then those of rank 1, and so on.
+  MC_HOST_DEVICE int64_t place_of_expert(int64_t expert) const {
+    return home(expert) * (experts_per_rank() + num_spare_slots) + expert % experts_per_rank();
+  }
+  // `slot` counts the slots of all ranks.
+  MC_HOST_DEVICE int64_t place_of_slot(int64_t slot) const {
+    const int64_t local = experts_per_rank();
+    return slot / num_spare_slots * (local + num_spare_slots) + local + slot % num_spare_slots;
+  }
 };
 
 enum class PlanMethod {

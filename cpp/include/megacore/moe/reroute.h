@@ -6,8 +6,7 @@
 // in sequence, by (rank, slot), each from the copies left by earlier ones. Every clone gets exactly
 // its number.
 //
-// With a plan every rank has L + k places: its L home experts, then its k spare slots. Places are
-// numbered rank by rank.
+// With a plan every rank has L + k places: its L home experts, then its k spare slots.
 //
 // The arithmetic is shared with a CUDA kernel: a team of threads (team_memory.h) builds the table
 // and then looks up one copy per thread; on the CPU the team is one thread.
@@ -30,18 +29,6 @@ struct SourceRow {
   const int64_t* slot_expert = nullptr;  // (rank, slot) cloned expert, -1 where unused
   const int64_t* tokens = nullptr;       // (rank, slot) copies that go to the clone
 };
-
-MC_HOST_DEVICE int64_t place_of_expert(const PlanShape& shape, int64_t expert) {
-  const int64_t local = shape.experts_per_rank();
-  return expert / local * (local + shape.num_spare_slots) + expert % local;
-}
-
-// `slot` counts the slots of all ranks.
-MC_HOST_DEVICE int64_t place_of_slot(const PlanShape& shape, int64_t slot) {
-  const int64_t local = shape.experts_per_rank();
-  const int64_t rank = slot / shape.num_spare_slots;
-  return rank * (local + shape.num_spare_slots) + local + slot % shape.num_spare_slots;
-}
 
 // A row sorted by expert: parts [first_part[e], first_part[e + 1]) are those of expert e.
 struct RerouteParts {
@@ -70,12 +57,12 @@ MC_HOST_DEVICE int64_t destination_of(const RerouteParts& parts,
     const int64_t tokens = parts.tokens[i];
     const int64_t before = index * tokens / total;
     if ((index + 1) * tokens / total > before) {
-      return place_of_slot(shape, parts.slot[i]);
+      return shape.place_of_slot(parts.slot[i]);
     }
     index -= before;
     total -= tokens;
   }
-  return place_of_expert(shape, expert);
+  return shape.place_of_expert(expert);
 }
 
 // Whether copies of the row go to this slot.

@@ -9,7 +9,7 @@
 namespace megacore::cuda {
 
 // Throws std::invalid_argument if the experts do not divide over the ranks.
-void count_plan(const moe::EchoPlaces& places,
+void count_plan(const moe::PlanShape& shape,
                 const moe::EchoReport& report,
                 const int64_t* slot_expert,
                 const int64_t* copies_of_place,
