@@ -12,6 +12,7 @@ from torch import Tensor
 from megacore.moe.echo.clones import LayerClones, set_of_turn
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
+from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.turns import InterleavedPair, running_place
 from megacore.plan.echo_estimate import estimate_echo
 from megacore.train.trainer import Trainer
@@ -77,15 +78,15 @@ class Log:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[str, int]] = []
         for kind in (MessageClones, MemoryClones):
-            for name in ("send_weights", "multiply", "multiply_back"):
+            for name in ("send_weights", "multiply"):
                 self._watch(monkeypatch, kind, name)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
         run = getattr(kind, name)
 
-        def logged(clones: LayerClones, *args: Any) -> None:
+        def logged(clones: LayerClones, *args: Any, **options: Any) -> None:
             self.entries.append((name, running_place()))
-            run(clones, *args)
+            run(clones, *args, **options)
 
         monkeypatch.setattr(kind, name, logged)
 
@@ -138,7 +139,7 @@ def train(world_size: int, changes: dict[str, Any]) -> Trained:
             numbers.append((metrics.loss, metrics.grad_norm))
             gradients = gradients or pieces_of(trainer, "exp_avg")
             layers = [
-                layer.echo.counts
+                EchoCounts.of_list(layer.echo.sums.tolist())
                 for chunk in trainer.chunks
                 for layer in chunk.moe_layers().values()
                 if layer.echo is not None

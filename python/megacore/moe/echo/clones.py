@@ -131,23 +131,26 @@ class LayerClones(ABC):
 
     @abstractmethod
     def multiply(
-        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+        self,
+        projection: int,
+        rows: Tensor,
+        m_splits: Tensor,
+        num_local: int,
+        out: Tensor,
+        *,
+        is_backward: bool,
     ) -> None:
         """Wait for the clones' weights and multiply the clones' rows by them into ``out``.
 
         Args:
             projection: Index of the projection.
-            rows: Rows of home experts and clones, ``(M, K)``.
+            rows: Rows of home experts and clones, ``(M, K)``; their gradients, ``(M, N)``, in the
+                backward pass.
             m_splits: Number of rows of each home expert and each slot.
             num_local: L.
-            out: ``(M, N)``; rows of clones are written.
+            out: ``(M, N)``, or the gradients of the input, ``(M, K)``; rows of clones are written.
+            is_backward: Compute the gradient of the input.
         """
-
-    @abstractmethod
-    def multiply_back(
-        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """Compute the input gradient of the clones' rows: from ``(M, N)`` to ``(M, K)``."""
 
     @abstractmethod
     def start_weight_grads(
@@ -219,7 +222,7 @@ class _Product(torch.autograd.Function):
         num_local = weight.shape[0]
         hints = clear_padding, clones.expected_rows
         result = product_into(out, rows, weight, m_splits[:num_local], *hints)
-        clones.multiply(projection, rows, m_splits, num_local, result)
+        clones.multiply(projection, rows, m_splits, num_local, result, is_backward=False)
         return result
 
     @staticmethod
@@ -233,7 +236,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             hints = ctx.clear_padding, clones.expected_rows
             grad_rows = input_grad_into(ctx.grad_out, grad, weight, home_splits, *hints)
-            clones.multiply_back(projection, grad, m_splits, num_local, grad_rows)
+            clones.multiply(projection, grad, m_splits, num_local, grad_rows, is_backward=True)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.
             clones.start_weight_grads(projection, grad, rows, m_splits, weight)

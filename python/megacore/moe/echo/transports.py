@@ -58,20 +58,20 @@ class MemoryClones(LayerClones):
         self._on_sent(self._plan.slot_expert, first, end, num_bytes)
 
     def multiply(
-        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
+        self,
+        projection: int,
+        rows: Tensor,
+        m_splits: Tensor,
+        num_local: int,
+        out: Tensor,
+        *,
+        is_backward: bool,
     ) -> None:
         """See `LayerClones`."""
         clones = self._filled.weights(projection, self._plan)
         first, splits = self._split(m_splits, num_local)
-        part_product_(rows, clones, splits, first, out, self.expected_rows)
-
-    def multiply_back(
-        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """See `LayerClones`."""
-        clones = self._filled.weights(projection, self._plan)
-        first, splits = self._split(m_splits, num_local)
-        part_input_grad_(grad, clones, splits, first, out, self.expected_rows)
+        product = part_input_grad_ if is_backward else part_product_
+        product(rows, clones, splits, first, out, self.expected_rows)
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
@@ -117,7 +117,7 @@ class MessageClones(LayerClones):
         owner: object,
         fc1: nn.Parameter,
         fc2: nn.Parameter,
-        on_sent: Callable[[int], None],
+        on_sent: Callable[[int], object],
     ) -> None:
         super().__init__(fc1=fc1, fc2=fc2)
         self._slots = slots
@@ -132,34 +132,30 @@ class MessageClones(LayerClones):
         self._on_sent(self._filled.fill(self._owner, self._routes, self.home_weights(), order))
 
     def multiply(
-        self, projection: int, rows: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """Wait for the clones in use, even without rows for them. See `LayerClones`."""
-        self._multiply(torch.ops.megacore.grouped_gemm, projection, rows, m_splits, num_local, out)
-
-    def multiply_back(
-        self, projection: int, grad: Tensor, m_splits: Tensor, num_local: int, out: Tensor
-    ) -> None:
-        """Compute the input gradient of the clones' rows. See `LayerClones`."""
-        product = torch.ops.megacore.grouped_gemm_input_grad
-        self._multiply(product, projection, grad, m_splits, num_local, out)
-
-    def _multiply(
         self,
-        product: Callable[..., Tensor],
         projection: int,
         rows: Tensor,
         m_splits: Tensor,
         num_local: int,
         out: Tensor,
+        *,
+        is_backward: bool,
     ) -> None:
-        if self._routes.num_used:
-            num_home, splits = self._clone_rows(m_splits, num_local)
-            clones = self._filled.weights(projection, self._routes.num_used)
-            more = () if product is torch.ops.megacore.grouped_gemm_input_grad else (None, True)
-            out[num_home:] = product(
-                rows[num_home:], clones, splits, *more, expected_rows=self.expected_rows
+        """Wait for the clones in use, even without rows for them. See `LayerClones`."""
+        if not self._routes.num_used:
+            return
+        num_home, splits = self._clone_rows(m_splits, num_local)
+        clones = self._filled.weights(projection, self._routes.num_used)
+        operands = rows[num_home:], clones, splits
+        if is_backward:
+            product = torch.ops.megacore.grouped_gemm_input_grad(
+                *operands, expected_rows=self.expected_rows
             )
+        else:
+            product = torch.ops.megacore.grouped_gemm(
+                *operands, None, True, expected_rows=self.expected_rows
+            )
+        out[num_home:] = product
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
