@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.echo.memory import HostCloneMemory, make_clone_memory
+from megacore.ops.echo_counts import BYTES_SENT
 from megacore.parallel import Topology
 from megacore.parallel.process_groups import ProcessGroups
 from tests.dist.test_echo import skewed_trainer
@@ -99,7 +100,7 @@ def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str
         (chunk,) = trainer.chunks
         for layer in chunk.moe_layers().values():
             assert layer.echo is not None
-            assert layer.echo.counts.bytes_sent > 0
+            assert layer.echo.sums[BYTES_SENT] > 0
             kinds.append("memory" if layer.echo.slots._memory else "messages")
     return found, list(dict.fromkeys(kinds))
 

@@ -14,6 +14,7 @@ from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
+from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.params import ParamInfo, ShardPosition
 from megacore.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
@@ -86,7 +87,7 @@ def train(_rank: int, world_size: int, changes: dict[str, Any], steps: int = STE
         for chunk in trainer.chunks:
             for layer in chunk.moe_layers().values():
                 if layer.echo is not None:
-                    counts = layer.echo.counts
+                    counts = EchoCounts.of_list(layer.echo.sums.tolist())
                     mean = counts.mean_load
                     result.clones[-1].append(
                         (

@@ -34,23 +34,23 @@ from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.moe.experts import GroupedExperts
-from megacore.ops.echo_counts import BYTES_SENT, ECHO_SUMS, EchoCounts, count_held_, count_plan_
+from megacore.ops.echo_counts import BYTES_SENT, ECHO_SUMS, count_held_, count_plan_
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
 
 
+@dataclass(frozen=True)
 class ReceiveBudget:
     """Rows of a rank's expert input with the ``static`` dispatcher.
 
-    Args:
+    Attributes:
         factor: Rows as a multiple of the mean load of a rank.
-        growth: Budget that grows when a step that exceeded it is rerun.
+        budget: Budget that grows when a step that exceeded it is rerun.
     """
 
-    def __init__(self, factor: float, growth: StaticBudget) -> None:
-        self.factor = factor
-        self._growth = growth
+    factor: float
+    budget: StaticBudget
 
     def rows(self, *, num_tokens: int, top_k: int, placement: ExpertPlacement) -> int:
         """Compute the rows for all members together, at most the largest possible number.
@@ -61,7 +61,7 @@ class ReceiveBudget:
             placement: Placement of home experts and spare slots.
         """
         copies = num_tokens * placement.group.size
-        factor = self.factor * self._growth.growth
+        factor = self.factor * self.budget.growth
         # Subtract an epsilon before rounding up, so that 1.01 x 100 is 101.
         wanted = math.ceil(factor * copies * top_k / placement.ep_size - 1e-6)
         return min(wanted, copies * min(top_k, placement.num_local))
@@ -183,17 +183,8 @@ class Echo:
             owner=plan.offload,
             fc1=experts.fc1,
             fc2=experts.fc2,
-            on_sent=self._count_bytes,
+            on_sent=self.sums[BYTES_SENT].add_,
         )
-
-    @property
-    def counts(self) -> EchoCounts:
-        """Counters since :meth:`reset_counts`.
-
-        Sync:
-            Waits for the device.
-        """
-        return EchoCounts.of_list(self.sums.tolist())
 
     def reset_counts(self) -> None:
         """Reset the counters to zero."""
@@ -253,9 +244,6 @@ class Echo:
             counts_GE[members[me]].sum(0),
             counts_GE[earlier].sum(0),
         )
-
-    def _count_bytes(self, num_bytes: int) -> None:
-        self.sums[BYTES_SENT] += num_bytes
 
     def _gather(self, counts: Tensor) -> Tensor:
         """Gather the counts of all members, ``(G, number)``."""
