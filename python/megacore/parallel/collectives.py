@@ -28,19 +28,6 @@ from megacore.parallel.gloo_messages import GlooMessages
 from megacore.parallel.host_memory import HOST_DTYPES, HostCommunicator
 from megacore.parallel.process_groups import Group, backend_for
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-
 # An exchange of all slices of at most this size is as fast as one in chunks, with less overhead.
 _SMALL_BYTES = 1 << 20
 
@@ -380,7 +367,7 @@ def _started(work: Work | None) -> Work:
 
 
 def _check_tensor(function: str, argument: str, tensor: Tensor, group: Group) -> None:
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in HOST_DTYPES:
         raise ValueError(
             f"{function} over {_about(group)}: {argument} has dtype {_dtype(tensor)}, which "
             "cannot be communicated; view it as uint8 or convert it"
