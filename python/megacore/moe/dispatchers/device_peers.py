@@ -168,7 +168,7 @@ class DevicePeers(Peers):
             self._sum(pull, x_TH, probs_Tk)
 
     def _sum(self, pull: PendingPull, x_TH: Tensor, probs_Tk: Tensor | None) -> None:
-        """Queue the sums; members that share a device queue them in `finish_pull` (tests/gpu)."""
+        # A method of its own, because tests with several members on one GPU call it later.
         peer_exchange.finish_pull(
             x_TH,
             probs_Tk,
