@@ -18,12 +18,8 @@ constexpr int64_t kGrainNumel = 1 << 15;
 // Rows whose part of the gradient of the weight is summed first.
 constexpr int64_t kRowsOfSum = 256;
 
-[[gnu::always_inline]] inline float widen(float value) { return value; }
-[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
-[[gnu::always_inline]] inline void narrow(float value, float& to) { to = value; }
-[[gnu::always_inline]] inline void narrow(float value, uint16_t& to) {
-  to = base::bfloat16_bits(value);
-}
+using base::narrow;
+using base::widen;
 
 [[gnu::always_inline]] inline float sum_of(float* lanes) {
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {

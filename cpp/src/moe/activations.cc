@@ -16,14 +16,9 @@ namespace {
 // Elements of work that are worth a thread.
 constexpr int64_t kGrainNumel = 1 << 14;
 
-[[gnu::always_inline]] inline float widen(float value) { return value; }
-[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
-[[gnu::always_inline]] inline void narrow(float value, float& to) { to = value; }
-[[gnu::always_inline]] inline void narrow(float value, uint16_t& to) {
-  to = base::bfloat16_bits(value);
-}
-
 using base::exponential;
+using base::narrow;
+using base::widen;
 
 [[gnu::always_inline]] inline float sigmoid(float x) { return 1.0F / (1.0F + exponential(-x)); }
 
@@ -36,10 +31,10 @@ constexpr float kGeluCubic = 0.044715F;
 }
 
 template <typename Float>
-[[gnu::always_inline]] inline void swiglu_row(const Float* __restrict__ x,
-                                              float prob,
-                                              Float* __restrict__ y,
-                                              int64_t width) {
+MC_VECTOR_CLONES_V4 void swiglu_row(const Float* __restrict__ x,
+                                    float prob,
+                                    Float* __restrict__ y,
+                                    int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
     const float gate = widen(x[i]);
     narrow(prob * (gate * sigmoid(gate) * widen(x[width + i])), y[i]);
@@ -47,10 +42,10 @@ template <typename Float>
 }
 
 template <typename Float>
-[[gnu::always_inline]] inline void gelu_row(const Float* __restrict__ x,
-                                            float prob,
-                                            Float* __restrict__ y,
-                                            int64_t width) {
+MC_VECTOR_CLONES_V4 void gelu_row(const Float* __restrict__ x,
+                                  float prob,
+                                  Float* __restrict__ y,
+                                  int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
     const float value = widen(x[i]);
     narrow(prob * (value * gelu_sigmoid(value)), y[i]);
@@ -84,11 +79,11 @@ constexpr int64_t kLanes = 16;
 
 // Both return the gradient of the weight of the row.
 template <typename Float>
-[[gnu::always_inline]] inline float swiglu_backward_row(const Float* __restrict__ grad_y,
-                                                        const Float* __restrict__ x,
-                                                        float prob,
-                                                        Float* __restrict__ grad_x,
-                                                        int64_t width) {
+MC_VECTOR_CLONES_V4 float swiglu_backward_row(const Float* __restrict__ grad_y,
+                                              const Float* __restrict__ x,
+                                              float prob,
+                                              Float* __restrict__ grad_x,
+                                              int64_t width) {
   float lanes[kLanes] = {};
   for (int64_t start = 0; start < width; start += kStretch) {
     const int64_t count = std::min(kStretch, width - start);
@@ -111,11 +106,11 @@ template <typename Float>
 }
 
 template <typename Float>
-[[gnu::always_inline]] inline float gelu_backward_row(const Float* __restrict__ grad_y,
-                                                      const Float* __restrict__ x,
-                                                      float prob,
-                                                      Float* __restrict__ grad_x,
-                                                      int64_t width) {
+MC_VECTOR_CLONES_V4 float gelu_backward_row(const Float* __restrict__ grad_y,
+                                            const Float* __restrict__ x,
+                                            float prob,
+                                            Float* __restrict__ grad_x,
+                                            int64_t width) {
   float lanes[kLanes] = {};
   for (int64_t start = 0; start < width; start += kStretch) {
     const int64_t count = std::min(kStretch, width - start);
@@ -132,44 +127,6 @@ template <typename Float>
     add_stretch(products, count, lanes);
   }
   return sum_of(lanes);
-}
-
-// Only plain functions can be compiled once per vector width.
-#define MC_ACTIVATION(kind, suffix, Float)                                                        \
-  MC_VECTOR_CLONES_V4 void kind##_##suffix(const Float* __restrict__ x, float prob,               \
-                                           Float* __restrict__ y, int64_t width) {                \
-    kind##_row(x, prob, y, width);                                                                \
-  }                                                                                               \
-  MC_VECTOR_CLONES_V4 float kind##_backward_##suffix(const Float* __restrict__ grad_y,            \
-                                                     const Float* __restrict__ x, float prob,     \
-                                                     Float* __restrict__ grad_x, int64_t width) { \
-    return kind##_backward_row(grad_y, x, prob, grad_x, width);                                   \
-  }
-
-MC_ACTIVATION(swiglu, fp32, float)
-MC_ACTIVATION(swiglu, bf16, uint16_t)
-MC_ACTIVATION(gelu, fp32, float)
-MC_ACTIVATION(gelu, bf16, uint16_t)
-
-void one_row(Activation kind, const float* x, float prob, float* y, int64_t width) {
-  (kind == Activation::kSwiglu ? swiglu_fp32 : gelu_fp32)(x, prob, y, width);
-}
-void one_row(Activation kind, const uint16_t* x, float prob, uint16_t* y, int64_t width) {
-  (kind == Activation::kSwiglu ? swiglu_bf16 : gelu_bf16)(x, prob, y, width);
-}
-float one_row_backward(
-    Activation kind, const float* grad, const float* x, float prob, float* out, int64_t width) {
-  return (kind == Activation::kSwiglu ? swiglu_backward_fp32 : gelu_backward_fp32)(grad, x, prob,
-                                                                                   out, width);
-}
-float one_row_backward(Activation kind,
-                       const uint16_t* grad,
-                       const uint16_t* x,
-                       float prob,
-                       uint16_t* out,
-                       int64_t width) {
-  return (kind == Activation::kSwiglu ? swiglu_backward_bf16 : gelu_backward_bf16)(grad, x, prob,
-                                                                                   out, width);
 }
 
 int64_t input_width(Activation kind, const ActivationShape& shape) {
@@ -196,10 +153,11 @@ void activate(Activation kind,
               const ActivationShape& shape,
               int num_threads) {
   const int64_t stride = input_width(kind, shape);
+  const auto one_row = kind == Activation::kSwiglu ? swiglu_row<Float> : gelu_row<Float>;
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float prob = probs == nullptr ? 1.0F : probs[row];
-      one_row(kind, x + row * stride, prob, y + row * shape.width, shape.width);
+      one_row(x + row * stride, prob, y + row * shape.width, shape.width);
     }
   };
   base::parallel_for(rows_in_use(shape), grain(shape, num_threads), num_threads, run);
@@ -215,11 +173,13 @@ void activate_backward(Activation kind,
                        const ActivationShape& shape,
                        int num_threads) {
   const int64_t stride = input_width(kind, shape);
+  const auto one_row =
+      kind == Activation::kSwiglu ? swiglu_backward_row<Float> : gelu_backward_row<Float>;
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float prob = probs == nullptr ? 1.0F : probs[row];
-      const float grad_prob = one_row_backward(kind, grad_y + row * shape.width, x + row * stride,
-                                               prob, grad_x + row * stride, shape.width);
+      const float grad_prob = one_row(grad_y + row * shape.width, x + row * stride, prob,
+                                      grad_x + row * stride, shape.width);
       if (probs != nullptr) {
         grad_probs[row] = grad_prob;
       }

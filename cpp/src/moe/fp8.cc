@@ -15,44 +15,49 @@ constexpr int64_t kBlock = kScaleBlock;
 // Elements of work that are worth a thread.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-[[gnu::always_inline]] inline float widen(float value) { return value; }
-[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
+using base::widen;
 
 [[gnu::always_inline]] inline uint32_t magnitude_bits(float value) {
   return base::bits_of_float(value) & 0x7fffffffU;
 }
 
-// Only plain functions can be compiled once per vector width.
-#define MC_FP8_LOOPS(Float)                                                                        \
-  MC_VECTOR_CLONES_V4 uint32_t largest_of(const Float* __restrict__ x, int64_t count) {            \
-    uint32_t largest = 0;                                                                          \
-    for (int64_t i = 0; i < count; ++i) {                                                          \
-      largest = std::max(largest, magnitude_bits(widen(x[i])));                                    \
-    }                                                                                              \
-    return largest;                                                                                \
-  }                                                                                                \
-  MC_VECTOR_CLONES_V4 void raise_each(const Float* __restrict__ x, uint32_t* __restrict__ largest, \
-                                      int64_t count) {                                             \
-    for (int64_t i = 0; i < count; ++i) {                                                          \
-      largest[i] = std::max(largest[i], magnitude_bits(widen(x[i])));                              \
-    }                                                                                              \
-  }                                                                                                \
-  MC_VECTOR_CLONES_V4 void round_by_one(const Float* __restrict__ x, float scale,                  \
-                                        uint8_t* __restrict__ values, int64_t count) {             \
-    for (int64_t i = 0; i < count; ++i) {                                                          \
-      values[i] = base::float8_bits(widen(x[i]) / scale);                                          \
-    }                                                                                              \
-  }                                                                                                \
-  MC_VECTOR_CLONES_V4 void round_by_each(const Float* __restrict__ x,                              \
-                                         const float* __restrict__ scales,                         \
-                                         uint8_t* __restrict__ values, int64_t count) {            \
-    for (int64_t i = 0; i < count; ++i) {                                                          \
-      values[i] = base::float8_bits(widen(x[i]) / scales[i]);                                      \
-    }                                                                                              \
+template <typename Float>
+MC_VECTOR_CLONES_V4 uint32_t largest_of(const Float* __restrict__ x, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, magnitude_bits(widen(x[i])));
   }
+  return largest;
+}
 
-MC_FP8_LOOPS(float)
-MC_FP8_LOOPS(uint16_t)
+template <typename Float>
+MC_VECTOR_CLONES_V4 void raise_each(const Float* __restrict__ x,
+                                    uint32_t* __restrict__ largest,
+                                    int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    largest[i] = std::max(largest[i], magnitude_bits(widen(x[i])));
+  }
+}
+
+template <typename Float>
+MC_VECTOR_CLONES_V4 void round_by_one(const Float* __restrict__ x,
+                                      float scale,
+                                      uint8_t* __restrict__ values,
+                                      int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = base::float8_bits(widen(x[i]) / scale);
+  }
+}
+
+template <typename Float>
+MC_VECTOR_CLONES_V4 void round_by_each(const Float* __restrict__ x,
+                                       const float* __restrict__ scales,
+                                       uint8_t* __restrict__ values,
+                                       int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = base::float8_bits(widen(x[i]) / scales[i]);
+  }
+}
 
 void require_fp8_sizes(int64_t rows, int64_t width, int num_threads) {
   MC_REQUIRE(rows >= 0 && width >= 0, "sizes must be at least 0, got {} rows of {}", rows, width);

@@ -13,31 +13,6 @@ namespace {
 
 using parallel::HostDtype;
 
-struct Float32 {
-  using Stored = float;
-  using Sum = float;
-  static float widen(float value) { return value; }
-  static float narrow(float value) { return value; }
-};
-struct Float64 {
-  using Stored = double;
-  using Sum = double;
-  static double widen(double value) { return value; }
-  static double narrow(double value) { return value; }
-};
-struct Bfloat16 {
-  using Stored = uint16_t;
-  using Sum = float;
-  static float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
-  static uint16_t narrow(float value) { return base::bfloat16_bits(value); }
-};
-struct Float16 {
-  using Stored = uint16_t;
-  using Sum = float;
-  static float widen(uint16_t bits) { return base::float_of_float16(bits); }
-  static uint16_t narrow(float value) { return base::float16_bits(value); }
-};
-
 void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (bytes > 0) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
@@ -55,10 +30,10 @@ Place place_of(int64_t entry, int64_t capacity) {
 }
 
 template <typename Type>
-void add_row(const std::byte* from, std::vector<typename Type::Sum>& sums) {
+void add_row(const std::byte* from, std::vector<typename Type::Wide>& sums) {
   const auto* __restrict__ values = reinterpret_cast<const typename Type::Stored*>(from);
   const auto width = static_cast<int64_t>(sums.size());
-  typename Type::Sum* __restrict__ to = sums.data();
+  typename Type::Wide* __restrict__ to = sums.data();
   for (int64_t i = 0; i < width; ++i) {
     to[i] += Type::widen(values[i]);
   }
@@ -68,10 +43,10 @@ void add_row(const std::byte* from, std::vector<typename Type::Sum>& sums) {
 template <typename Type, typename RowAt>
 void sum_copies(const PeerRows& tokens, const PeerMap& map, const RowAt& row_at) {
   const int64_t copies = map.num_choices * map.repeats;
-  std::vector<typename Type::Sum> sums(static_cast<size_t>(tokens.width));
+  std::vector<typename Type::Wide> sums(static_cast<size_t>(tokens.width));
   auto* to = reinterpret_cast<typename Type::Stored*>(tokens.rows);
   for (int64_t token = 0; token < map.num_tokens; ++token, to += tokens.width) {
-    std::fill(sums.begin(), sums.end(), typename Type::Sum{0});
+    std::fill(sums.begin(), sums.end(), typename Type::Wide{0});
     for (int64_t copy = token * copies; copy < (token + 1) * copies; ++copy) {
       if (const std::byte* row = row_at(copy)) {
         add_row<Type>(row, sums);
@@ -87,13 +62,13 @@ template <typename Body>
 void with_type(HostDtype dtype, const Body& body) {
   switch (dtype) {
     case HostDtype::kFloat32:
-      return body(Float32{});
+      return body(base::Plain<float>{});
     case HostDtype::kFloat64:
-      return body(Float64{});
+      return body(base::Plain<double>{});
     case HostDtype::kBFloat16:
-      return body(Bfloat16{});
+      return body(base::BFloat16{});
     case HostDtype::kFloat16:
-      return body(Float16{});
+      return body(base::Float16{});
     default:
       MC_REQUIRE(false, "rows of {} cannot be added up here", parallel::name_of(dtype));
   }

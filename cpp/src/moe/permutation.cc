@@ -1,7 +1,6 @@
 #include "megacore/moe/permutation.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "megacore/base/check.h"
@@ -17,58 +16,43 @@ constexpr int64_t kGrainNumel = 1 << 16;
 
 constexpr int64_t kLanes = 16;
 
-MC_VECTOR_CLONES void scale_row(const float* __restrict__ from,
+using base::narrow;
+using base::widen;
+
+template <typename Float>
+MC_VECTOR_CLONES void scale_row(const Float* __restrict__ from,
                                 float factor,
-                                float* __restrict__ to,
+                                Float* __restrict__ to,
                                 int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
-    to[i] = factor * from[i];
+    narrow(factor * widen(from[i]), to[i]);
   }
 }
 
-MC_VECTOR_CLONES void scale_row(const uint16_t* __restrict__ from,
-                                float factor,
-                                uint16_t* __restrict__ to,
-                                int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    to[i] = base::bfloat16_bits(factor * base::float_of_bfloat16(from[i]));
-  }
-}
-
-MC_VECTOR_CLONES void add_row(const float* __restrict__ from,
+template <typename Float>
+MC_VECTOR_CLONES void add_row(const Float* __restrict__ from,
                               float factor,
                               float* __restrict__ sum,
                               int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
-    sum[i] += factor * from[i];
+    sum[i] += factor * widen(from[i]);
   }
 }
 
-MC_VECTOR_CLONES void add_row(const uint16_t* __restrict__ from,
-                              float factor,
-                              float* __restrict__ sum,
-                              int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    sum[i] += factor * base::float_of_bfloat16(from[i]);
-  }
-}
-
+template <typename Float>
 MC_VECTOR_CLONES void round_row(const float* __restrict__ from,
-                                uint16_t* __restrict__ to,
+                                Float* __restrict__ to,
                                 int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
-    to[i] = base::bfloat16_bits(from[i]);
+    narrow(from[i], to[i]);
   }
 }
-
-[[gnu::always_inline]] inline float widen(float value) { return value; }
-[[gnu::always_inline]] inline float widen(uint16_t bits) { return base::float_of_bfloat16(bits); }
 
 // Lanes let the sum vectorise; their number is fixed, so every processor adds in the same order.
 template <typename Float>
-[[gnu::always_inline]] inline float dot_in_lanes(const Float* __restrict__ a,
-                                                 const Float* __restrict__ b,
-                                                 int64_t width) {
+MC_VECTOR_CLONES float dot(const Float* __restrict__ a,
+                           const Float* __restrict__ b,
+                           int64_t width) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
@@ -84,13 +68,6 @@ template <typename Float>
     sum += lane;
   }
   return sum;
-}
-
-MC_VECTOR_CLONES float dot(const float* a, const float* b, int64_t width) {
-  return dot_in_lanes(a, b, width);
-}
-MC_VECTOR_CLONES float dot(const uint16_t* a, const uint16_t* b, int64_t width) {
-  return dot_in_lanes(a, b, width);
 }
 
 void check_map(const RowMap& map, int64_t width, int num_threads) {
@@ -236,11 +213,7 @@ void unpermute(const Float* rows,
           add_row(rows + map.rows[i] * width, factor, sum.data(), width);
         }
       }
-      if constexpr (std::is_same_v<Float, float>) {
-        std::copy_n(sum.data(), width, tokens + token * width);
-      } else {
-        round_row(sum.data(), tokens + token * width, width);
-      }
+      round_row(sum.data(), tokens + token * width, width);
     }
   };
   base::parallel_for(map.num_tokens, grain(map, width), num_threads, run);

@@ -11,30 +11,9 @@
 namespace megacore::parallel {
 namespace {
 
-// How one type is stored, and in which type it is computed. Elements are aligned as the callers'
-// tensors are.
-
-template <typename T>
-struct Plain {
-  using Stored = T;
-  using Wide = T;
-  static Wide widen(Stored value) { return value; }
-  static Stored narrow(Wide value) { return value; }
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  using Wide = float;
-  static Wide widen(Stored bits) { return base::float_of_bfloat16(bits); }
-  static Stored narrow(Wide value) { return base::bfloat16_bits(value); }
-};
-
-struct Float16 {
-  using Stored = uint16_t;
-  using Wide = float;
-  static Wide widen(Stored bits) { return base::float_of_float16(bits); }
-  static Stored narrow(Wide value) { return base::float16_bits(value); }
-};
+using base::BFloat16;
+using base::Float16;
+using base::Plain;
 
 // Any byte but 0 is true.
 struct Bool {

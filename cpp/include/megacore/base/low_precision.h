@@ -81,4 +81,33 @@ MC_HOST_DEVICE uint8_t float8_bits(float value) {
   return static_cast<uint8_t>(magnitude > 0x7f800000U ? 0x7fU : finite);
 }
 
+// Elements of a matrix that is computed in fp32: fp32, or the bits of bfloat16.
+[[gnu::always_inline]] inline float widen(float value) { return value; }
+[[gnu::always_inline]] inline float widen(uint16_t bits) { return float_of_bfloat16(bits); }
+[[gnu::always_inline]] inline void narrow(float value, float& to) { to = value; }
+[[gnu::always_inline]] inline void narrow(float value, uint16_t& to) { to = bfloat16_bits(value); }
+
+// How elements of one type are stored, and in which type they are computed.
+template <typename T>
+struct Plain {
+  using Stored = T;
+  using Wide = T;
+  static Wide widen(Stored value) { return value; }
+  static Stored narrow(Wide value) { return value; }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Wide = float;
+  static Wide widen(Stored bits) { return float_of_bfloat16(bits); }
+  static Stored narrow(Wide value) { return bfloat16_bits(value); }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  using Wide = float;
+  static Wide widen(Stored bits) { return float_of_float16(bits); }
+  static Stored narrow(Wide value) { return float16_bits(value); }
+};
+
 }  // namespace megacore::base
