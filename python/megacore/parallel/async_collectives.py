@@ -42,7 +42,7 @@ class PendingCollective:
         self,
         work: Work | None = None,
         *,
-        complete: Callable[[], None] | None = None,
+        complete: Callable[[], object] | None = None,
         is_ready: Callable[[], bool] | None = None,
         staging_bytes: int = 0,
         call: Call | None = None,
@@ -126,7 +126,9 @@ def reduce_scatter_async(
         work = dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle, async_op=True)
         return PendingCollective(
             work,
-            complete=lambda: _add(output, parts, op == "avg"),
+            complete=torch.no_grad()(
+                lambda: collectives._add_in_order(output, parts, average=op == "avg")
+            ),
             staging_bytes=parts.numel() * parts.element_size(),
             call=call,
         )
@@ -139,7 +141,7 @@ def reduce_scatter_async(
         group=handle,
         async_op=True,
     )
-    complete = None if same else lambda: _copy(output, reduced)
+    complete = None if same else torch.no_grad()(lambda: output.copy_(reduced))
     return PendingCollective(work, complete=complete, call=call)
 
 
@@ -166,7 +168,7 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
     if (messages := collectives._messages(group, input)) is not None:
         works = messages.start_all_gather(output, input)
         return PendingCollective(
-            complete=lambda: [work.wait() for work in works].clear(),
+            complete=lambda: [work.wait() for work in works],
             is_ready=lambda: all(work.is_completed() for work in works),
             call=call,
         )
@@ -174,13 +176,3 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
         output.view(-1), input.view(-1), group=group.handle, async_op=True
     )
     return PendingCollective(work, call=call)
-
-
-@torch.no_grad()
-def _add(output: Tensor, parts: Tensor, average: bool) -> None:
-    collectives._add_in_order(output, parts, average=average)
-
-
-@torch.no_grad()
-def _copy(output: Tensor, reduced: Tensor) -> None:
-    output.copy_(reduced)
