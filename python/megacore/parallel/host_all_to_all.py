@@ -233,11 +233,15 @@ def _mapped(file: int, num_bytes: int) -> Memory:
 
 
 def _table(window: HostWindow, member: int, size: int) -> npt.NDArray[np.int64]:
-    memory = (ctypes.c_uint8 * window.bytes).from_address(window.data_of(member))
-    memory.window = window  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(memory), dtype=np.int64).reshape(
-        NUM_EXCHANGES, _NUM_FACTS + size
-    )
+    memory = memoryview(memory_at(window.data_of(member), window.bytes, window))
+    return np.frombuffer(memory, dtype=np.int64).reshape(NUM_EXCHANGES, _NUM_FACTS + size)
+
+
+def memory_at(address: int, num_bytes: int, owner: object) -> ctypes.Array[ctypes.c_uint8]:
+    """Return native memory as a buffer, which keeps its owner alive."""
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memory
 
 
 def _row_bytes(rows: Tensor) -> int:

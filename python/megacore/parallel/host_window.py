@@ -8,7 +8,6 @@ started during a computation, without additional memory or a second copy.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Literal
@@ -21,6 +20,7 @@ from megacore._core import HostWindow
 from megacore.launch.call_records import ENQUEUED
 from megacore.launch.calls import GroupCalls
 from megacore.parallel.async_collectives import PendingCollective
+from megacore.parallel.host_all_to_all import memory_at
 from megacore.parallel.host_memory import HOST_DTYPES, HOST_REDUCTIONS
 from megacore.parallel.process_groups import Group
 
@@ -58,8 +58,7 @@ class WindowTensor:
         self._size = size
         self._dtype = HOST_DTYPES[dtype]
         self._element_bytes = dtype.itemsize
-        memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
-        memory.window = window  # type: ignore[attr-defined]
+        memory = memory_at(window.data, window.bytes, window)
         self.data = torch.frombuffer(memory, dtype=dtype, count=numel)
 
     @staticmethod

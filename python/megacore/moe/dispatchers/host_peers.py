@@ -30,6 +30,7 @@ from megacore.moe.dispatchers.peer_memory import (
     no_peers,
     row_bytes_of,
 )
+from megacore.parallel.host_all_to_all import memory_at
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
@@ -45,8 +46,7 @@ class _HostMemory:
         numel = num_rows * like.shape[1]
         if numel == 0:
             return like.new_empty(num_rows, like.shape[1])
-        memory = (ctypes.c_uint8 * (numel * like.element_size())).from_address(address)
-        memory.owner = self.exchange  # type: ignore[attr-defined]
+        memory = memory_at(address, numel * like.element_size(), self.exchange)
         return torch.frombuffer(memory, dtype=like.dtype).view(num_rows, -1)
 
 

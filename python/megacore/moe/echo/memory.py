@@ -10,7 +10,6 @@ Shapes: R ranks, L home experts, k slots, N output features, K input features.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from abc import ABC, abstractmethod
 
@@ -29,6 +28,7 @@ from megacore.errors import PeerLostError
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.parallel.host_all_to_all import memory_at
 from megacore.parallel.host_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
@@ -156,8 +156,7 @@ class HostCloneMemory(CloneMemory):
     ) -> None:
         super().__init__(group, num_slots, fc1, fc2, has_grads=has_grads)
         self._native = CloneExchange(window, self.layout)
-        memory = (ctypes.c_uint8 * window.bytes).from_address(window.data)
-        memory.window = window  # type: ignore[attr-defined]
+        memory = memory_at(window.data, window.bytes, window)
         self._slots = self._slots_in(torch.frombuffer(memory, dtype=torch.uint8))
 
     def open(self) -> None:
