@@ -129,7 +129,7 @@ def reduce_scatter_async(
             complete=torch.no_grad()(
                 lambda: collectives._add_in_order(output, parts, average=op == "avg")
             ),
-            staging_bytes=parts.numel() * parts.element_size(),
+            staging_bytes=parts.nbytes,
             call=call,
         )
     same = output.dtype == input.dtype

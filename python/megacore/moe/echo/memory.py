@@ -382,4 +382,4 @@ def make_clone_memory(
 
 def bytes_of_expert(experts: Tensor) -> int:
     """Compute the size of one expert, bytes."""
-    return experts[0].numel() * experts.element_size()
+    return experts[0].nbytes

@@ -117,7 +117,7 @@ class WeightSlots:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
+        return sum(tensor.nbytes for tensor in self._weights.values())
 
 
 class SlotBuffers:
@@ -195,7 +195,7 @@ class SlotBuffers:
     def num_bytes(self) -> int:
         """Count the bytes allocated so far; the first forward and backward passes allocate."""
         shared = sum(memory.num_bytes for memory in self._memory or ())
-        grads = sum(tensor.numel() * tensor.element_size() for tensor in self._grads.values())
+        grads = sum(tensor.nbytes for tensor in self._grads.values())
         return shared + grads + sum(each.num_bytes for each in self.sets)
 
 
@@ -241,4 +241,4 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def _bytes_of(tensors: list[tuple[int, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    return sum(tensor.nbytes for _, tensor in tensors)
