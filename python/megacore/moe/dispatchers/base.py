@@ -257,7 +257,9 @@ class Dispatcher(ABC):
         """
 
     def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
-        """Read the numbers of rows to exchange, if they are not fixed.
+        """Read the numbers of rows to exchange: the only host sync of a dispatcher.
+
+        Default: the numbers are fixed.
 
         Sync:
             Waits for the device where ``plan.rows_per_member`` is set; otherwise returns at once.
