@@ -103,40 +103,25 @@ def read_dumps(prefix: Path, rings: Sequence[RankCalls]) -> list[RankCalls]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One collective of a dump."""
-
-    group: Group
-    number: int
-    serial: int
-    time_s: float
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    site: str
-    is_started: bool
-    is_done: bool
-
-    @staticmethod
-    def of(entry: Mapping[str, Any]) -> _Entry:
-        name, description = map(_text, entry["process_group"])
-        kind = _text(entry["profiling_name"]).rpartition(":")[2].lstrip("_")
-        is_even = not any(word in kind for word in _UNEVEN) or kind.startswith("all_gather")
-        sizes = entry["input_sizes"] if is_even else []
-        frames = entry.get("frames") or []
-        return _Entry(
-            group=(name, description),
-            number=int(entry["collective_seq_id"]),
-            serial=int(entry["record_id"]),
-            time_s=int(entry["time_created_ns"]) / 1e9,
-            kind=kind,
-            dtype=_text((entry["input_dtypes"] or [""])[0]).lower(),
-            shape=tuple(map(int, sizes[0])) if sizes else (),
-            site=_site(frames),
-            is_started=entry["state"] == "started",
-            is_done=entry["state"] == "completed" or bool(entry["retired"]),
-        )
+def _entry(entry: Mapping[str, Any], group: Group) -> CallRecord:
+    """Convert one collective of a dump to a call, whose members are not known yet."""
+    kind = _text(entry["profiling_name"]).rpartition(":")[2].lstrip("_")
+    is_even = not any(word in kind for word in _UNEVEN) or kind.startswith("all_gather")
+    sizes = entry["input_sizes"] if is_even else []
+    state = STARTED if entry["state"] == "started" else ENQUEUED
+    name = group[1] or group[0]
+    return CallRecord(
+        serial=int(entry["record_id"]),
+        time_s=int(entry["time_created_ns"]) / 1e9,
+        stream=(name, ()),
+        number=int(entry["collective_seq_id"]),
+        kind=kind,
+        group=name,
+        dtype=_text((entry["input_dtypes"] or [""])[0]).lower(),
+        shape=tuple(map(int, sizes[0])) if sizes else (),
+        site=_site(entry.get("frames") or []),
+        state=DONE if entry["state"] == "completed" or entry["retired"] else state,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +134,22 @@ class _Dump:
         is_cut: Whether the oldest collectives have been overwritten.
     """
 
-    entries: dict[Group, list[_Entry]]
+    entries: dict[Group, list[CallRecord]]
     ranks: dict[str, tuple[int, ...]]
     is_cut: bool
 
     @staticmethod
     def read(path: Path) -> _Dump:
         data = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-        entries: dict[Group, dict[int, _Entry]] = defaultdict(dict)
+        entries: dict[Group, dict[int, CallRecord]] = defaultdict(dict)
         first = 0
         for number, item in enumerate(data["entries"]):
             first = int(item["record_id"]) if number == 0 else first
             if not item["is_p2p"]:
-                entry = _Entry.of(item)
+                name, description = map(_text, item["process_group"])
+                entry = _entry(item, (name, description))
                 # The last one of a number represents the parts of a coalesced collective.
-                entries[entry.group][entry.number] = entry
+                entries[name, description][entry.number] = entry
         ranks = {
             str(name): tuple(map(int, json.loads(_text(config["ranks"]))))
             for name, config in data["pg_config"].items()
@@ -180,34 +166,20 @@ class _Dump:
         for group, ranks in members.items():
             stream = (group[1] or group[0], ranks)
             found = self.entries.get(group, [])
-            last_done = max((each.number for each in found if each.is_done), default=0)
+            last_done = max((each.number for each in found if each.state == DONE), default=0)
             is_first = True
             for each in found:
-                state = ENQUEUED
-                if each.is_done or each.number < last_done:
+                state = each.state
+                if each.number < last_done:
                     state = DONE
-                elif each.is_started or is_first:  # a communicator runs one after the other
-                    state, is_first = STARTED, False
-                records.append(_record(each, stream, state))
+                elif is_first and state != DONE:  # a communicator runs one after the other
+                    state = STARTED
+                is_first = is_first and state == DONE
+                records.append(replace(each, stream=stream, state=state))
             missed = _UNKNOWN_COUNT if self.is_cut else 0
             counts[stream] = found[-1].number if found else missed
         records.sort(key=lambda record: record.serial)
         return replace(calls, counts=counts, records=records)
-
-
-def _record(entry: _Entry, stream: tuple[str, tuple[int, ...]], state: int) -> CallRecord:
-    return CallRecord(
-        serial=entry.serial,
-        time_s=entry.time_s,
-        stream=stream,
-        number=entry.number,
-        kind=entry.kind,
-        group=stream[0],
-        dtype=entry.dtype,
-        shape=entry.shape,
-        site=entry.site,
-        state=state,
-    )
 
 
 def _members(dumps: Mapping[int, _Dump], world_size: int) -> dict[Group, tuple[int, ...]]:
