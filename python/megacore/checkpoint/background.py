@@ -1,9 +1,8 @@
-"""Background save: staging copy of the state, writer thread, and a separate process group."""
+"""Background save: staging copy of the state, and a separate process group."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -19,8 +18,6 @@ from megacore.parallel.process_groups import ProcessGroups
 
 # Long enough for slow disks; lost ranks are detected by the failure monitor.
 _PATIENCE = timedelta(hours=1)
-# Time that a process waits at its end for a save in flight, seconds.
-_GRACE_S = 1.0
 
 
 def background_groups(groups: ProcessGroups) -> ProcessGroups:
@@ -77,42 +74,3 @@ class Staging:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return held.over(self._buffers)
-
-
-class BackgroundTask:
-    """Action in a daemon thread.
-
-    Args:
-        action: Callable to run.
-    """
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="megacore-checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """True if the action has ended, with or without error."""
-        return not self._thread.is_alive()
-
-    def result(self) -> None:
-        """Wait for the action to end.
-
-        Raises:
-            Exception: The error of the action.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def abandon(self) -> None:
-        """Wait a short grace period, then ignore the action."""
-        self._thread.join(timeout=_GRACE_S)
-
-    def _run(self) -> None:
-        try:
-            self._action()
-        except BaseException as error:  # shown in the main thread
-            self._error = error

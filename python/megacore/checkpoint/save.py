@@ -7,6 +7,7 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megacore.checkpoint.agreement import gather_results, on_rank_0
 from megacore.checkpoint.archives import archive_of, bytes_of
-from megacore.checkpoint.background import BackgroundTask, Staging, background_groups
+from megacore.checkpoint.background import Staging, background_groups
 from megacore.checkpoint.checked_files import ChecksumFile, FileSum, checked_file
 from megacore.checkpoint.chunks import Chunk, chunks_of
 from megacore.checkpoint.format import (
@@ -35,8 +36,12 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.planner import HeldChunks, num_bytes, plan_save
 from megacore.checkpoint.publish import prepare, publish, remove_old
 from megacore.errors import CheckpointError
+from megacore.launch.store import in_daemon
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
+
+# Time that a process waits at its end for a save in flight, seconds.
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ class CheckpointSaver:
         self._keep = keep
         self._tolerant = tolerant
         self._plan: _WritePlan | None = None
-        self._task: BackgroundTask | None = None
+        self._task: Future[None] | None = None
         self._staging: Staging | None = None
         if in_background:
             self._groups = background_groups(groups)
@@ -134,7 +139,9 @@ class CheckpointSaver:
         if self._staging is None:
             return self._judge(lambda: self._write(held, plan, state, keep_all=keep_all))
         staged = self._staging.copy(held, plan.mine)
-        self._task = BackgroundTask(lambda: self._write(staged, plan, state, keep_all=keep_all))
+        self._task = in_daemon(
+            lambda: self._write(staged, plan, state, keep_all=keep_all), name="megacore-checkpoint"
+        )
         return former
 
     def poll(self) -> str | None:
@@ -146,7 +153,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: As `save`.
         """
-        return self.finish() if self._task is not None and self._task.is_done else None
+        return self.finish() if self._task is not None and self._task.done() else None
 
     def finish(self) -> str | None:
         """Wait for the background save, if there is one.
@@ -177,7 +184,7 @@ class CheckpointSaver:
     def abandon(self) -> None:
         """Abandon a background save at the end of the process; it may still succeed."""
         if self._task is not None:
-            self._task.abandon()
+            wait([self._task], timeout=_GRACE_S)
 
     def num_bytes(self) -> int:
         """Compute the size of a checkpoint's tensors, bytes. Collective at the first call."""

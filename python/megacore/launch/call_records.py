@@ -160,7 +160,10 @@ def save_rings(run_dir: Path) -> None:
 
 def remove_rings(run_dir: Path, *, of_running: bool = True) -> None:
     """Delete the rings of this machine, or only those of ended ranks."""
-    folder = ring_folder(run_dir)
+    _remove(ring_folder(run_dir), of_running=of_running)
+
+
+def _remove(folder: Path, *, of_running: bool) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         for path in folder.glob("rank_*"):
             if of_running or is_dead(_read(path, is_copy=False).identity):
@@ -204,13 +207,9 @@ def saved_folder(run_dir: Path) -> Path:
 def sweep(root: Path) -> None:
     """Remove the rings of runs whose ranks and launchers were all killed, after a day."""
     for folder in root.glob(f"megacore-{os.geteuid()}-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if time.time() - folder.lstat().st_mtime < _KEPT_S or folder.is_symlink():
-                continue
-            for path in folder.glob("rank_*"):
-                if is_dead(_read(path, is_copy=False).identity):
-                    path.unlink(missing_ok=True)
-            folder.rmdir()
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime >= _KEPT_S and not folder.is_symlink():
+                _remove(folder, of_running=False)
 
 
 def make_private(folder: Path) -> None:

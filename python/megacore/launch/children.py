@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -25,7 +25,7 @@ from megacore.launch.environment import num_restarts
 from megacore.launch.exit_messages import complain, leave, print_outcome, stopped_too
 from megacore.launch.failure import Failure, record_failure
 from megacore.launch.peers import describe_exit
-from megacore.launch.stopping import STOP_SIGNALS, StopRequest
+from megacore.launch.stopping import STOP_SIGNALS, StopRequest, stop_signals_blocked
 from megacore.launch.store import LocalStoreAddress
 from megacore.launch.worker import (
     Outcome,
@@ -83,7 +83,7 @@ class Ranks:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        with _blocked_signals():
+        with stop_signals_blocked():
             for number in range(self._nproc):
                 receiver, sender = context.Pipe(duplex=False)
                 child = _Child(
@@ -235,15 +235,6 @@ def first_failure(failed: Sequence[Rank]) -> Rank:
         return (rank.outcome.kind not in ("mistake", "error"), rank.outcome.time_s)
 
     return min(failed, key=order)
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in the child --------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -33,7 +32,7 @@ from megacore.errors import PeerLostError, printable
 from megacore.launch.calls import CallRing
 from megacore.launch.context import RankContext
 from megacore.launch.peers import Identity, is_dead, local_state
-from megacore.launch.stopping import STOP_SIGNALS, StopRequest
+from megacore.launch.stopping import STOP_SIGNALS, stop_signals_to
 from megacore.launch.store import StoreConnection, first_line
 
 T = TypeVar("T")
@@ -229,11 +228,6 @@ class FailureMonitor:
             time.sleep(0.1)
 
     @property
-    def stop_request(self) -> StopRequest:
-        """Signals that this rank has received."""
-        return self._context.stop
-
-    @property
     def wake_fd(self) -> int:
         """File descriptor for `signal.set_wakeup_fd`, through which signals wake the thread."""
         return self._wake_sender.fileno()
@@ -417,23 +411,7 @@ def failure_monitor(
     monitor = FailureMonitor(context, peer_timeout_s=peer_timeout_s, on_end=on_end)
     monitor.start()
     try:
-        with _signals_to(monitor):
+        with stop_signals_to(context.stop.handle, monitor.wake_fd):
             yield monitor
     finally:
         monitor.stop()
-
-
-@contextlib.contextmanager
-def _signals_to(monitor: FailureMonitor) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    stop = monitor.stop_request
-    old_handlers = {number: signal.signal(number, stop.handle) for number in STOP_SIGNALS}
-    old_fd = signal.set_wakeup_fd(monitor.wake_fd, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(old_fd)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -27,7 +25,7 @@ from megacore.launch.children import Ranks
 from megacore.launch.context import LaunchOptions, RankContext, context_from_environment
 from megacore.launch.environment import external_launcher
 from megacore.launch.exit_messages import complain, leave, print_outcome
-from megacore.launch.stopping import STOP_SIGNALS
+from megacore.launch.stopping import stop_signals_to
 from megacore.launch.store import local_store
 from megacore.launch.worker import (
     Reporter,
@@ -160,20 +158,8 @@ def _prepare_folder(options: LaunchOptions, ranks: Iterable[int]) -> None:
 def _wake_on_signals() -> Iterator[socket.socket]:
     """Redirect the stop signals to a socket that receives their numbers."""
     receiver, sender = socket.socketpair()
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread can set signal handlers; elsewhere signals keep their usual effect.
-        with receiver, sender:
+    with receiver, sender:
+        receiver.setblocking(False)
+        sender.setblocking(False)
+        with stop_signals_to(lambda *_: None, sender.fileno()):
             yield receiver
-        return
-    receiver.setblocking(False)
-    sender.setblocking(False)
-    old_handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
-    old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    try:
-        yield receiver
-    finally:
-        signal.set_wakeup_fd(old_fd)
-        for number, handler in zip(STOP_SIGNALS, old_handlers, strict=True):
-            signal.signal(number, handler or signal.SIG_DFL)
-        receiver.close()
-        sender.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 # SIGUSR1 is what job schedulers are usually configured to send some minutes before the time limit.
@@ -56,3 +57,34 @@ class StopRequest:
             for each in STOP_SIGNALS:
                 signal.signal(each, signal.SIG_IGN)
             raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def stop_signals_to(
+    handler: Callable[[int, FrameType | None], object], wake_fd: int
+) -> Iterator[None]:
+    """Context in which the stop signals call a handler and wake a file descriptor.
+
+    Only the main thread can set signal handlers; elsewhere signals keep their usual effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old_handlers = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    old_fd = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        for number, old in old_handlers.items():
+            signal.signal(number, old or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Context in which the stop signals wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -179,6 +179,14 @@ def within(seconds: float, action: Callable[[], T]) -> T:
     Raises:
         TimeoutError: If it did not end.
     """
+    try:
+        return in_daemon(action, name="megacore-store").result(timeout=seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
+def in_daemon(action: Callable[[], T], *, name: str) -> Future[T]:
+    """Run ``action`` in a daemon thread, which does not keep the process from its end."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -187,11 +195,8 @@ def within(seconds: float, action: Callable[[], T]) -> T:
         except BaseException as error:  # raised in the thread that waits
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="megacore-store", daemon=True).start()
-    try:
-        return answer.result(timeout=seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import shutil
-import signal
 import threading
 import time
 import traceback
@@ -29,7 +28,7 @@ from megacore.launch.failure import FailureMonitor, failure_monitor
 from megacore.launch.flight import direct_dumps, save_dump
 from megacore.launch.hang import diagnosis_of_run
 from megacore.launch.peers import Identity, signal_name
-from megacore.launch.stopping import STOP_SIGNALS
+from megacore.launch.stopping import stop_signals_blocked
 from megacore.launch.store import first_line, within
 
 Worker = Callable[[RankContext], int]
@@ -95,13 +94,10 @@ class Reporter:
 
     def __call__(self, outcome: Outcome) -> int:
         """Deliver ``outcome`` with signals blocked; returns its exit code."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
+        with stop_signals_blocked():
             if self._once.acquire(blocking=False):
                 self._write(outcome)
                 self._deliver(replace(outcome, time_s=time.monotonic()))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return outcome.exit_code
 
     def _write(self, outcome: Outcome) -> None:
