@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacore.data.indexed import IndexedTokens, read_indexed, write_indexed
 from megacore.data.sample import Sample, Samples
 from megacore.data.sources import load_tokens
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megacore.data.dataset import (
@@ -42,15 +43,15 @@ __all__ = [
     "write_indexed",
 ]
 
+# Processes that tokenize need no torch, which takes longer to import than a shard.
+_HOMES = {
+    "Dataset": "dataset",
+    "SampleOrder": "dataset",
+    "TrainingData": "loading",
+    "load_data": "loading",
+    "microbatch": "dataset",
+    "num_microbatches": "dataset",
+    "unigram_entropy": "dataset",
+}
 
-def __getattr__(name: str) -> Any:
-    # Processes that tokenize need no torch, which takes longer to import than a shard.
-    if name in ("TrainingData", "load_data"):
-        from megacore.data import loading
-
-        return getattr(loading, name)
-    if name in ("Dataset", "SampleOrder", "microbatch", "num_microbatches", "unigram_entropy"):
-        from megacore.data import dataset
-
-        return getattr(dataset, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

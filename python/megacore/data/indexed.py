@@ -396,13 +396,21 @@ def check_documents(
             document = int(np.searchsorted(borders, number, side="right")) - 1
             if len(tokens) == 0:
                 raise DataError(f"{indexed.prefix}.idx: document {document:,} is empty")
-            if int(tokens.min()) < 0 or int(tokens.max()) >= limit:
-                at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
+            at = out_of_range(tokens, limit)
+            if at is not None:
                 raise DataError(
                     f"{indexed.prefix}.bin: document {document:,} holds token id "
                     f"{int(tokens[at])} at its position {at:,}; ids must be in [0, {limit:,})"
                 )
         progress(part.stop, len(indexed.lengths))
+
+
+def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
+    """Return the index of the first token that is not in ``[0, vocab_size)``, or ``None``."""
+    # Minimum and maximum first: they need no memory, and errors are rare.
+    if len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+        return None
+    return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
 
 
 def merge_indexed(prefixes: Sequence[Path], output: Path) -> int:

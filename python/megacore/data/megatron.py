@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.cache import built_once, file_facts
-from megacore.data.indexed import IndexedTokens
+from megacore.data.indexed import IndexedTokens, out_of_range
 from megacore.data.sample import Sample, Window, sample_of_window
-from megacore.data.stream import out_of_range, vocab_text
+from megacore.data.stream import vocab_text
 from megacore.errors import DataError
 
 # Samples built per dataset of a blend beyond its share, as Megatron's default surplus.

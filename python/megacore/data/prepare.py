@@ -26,6 +26,7 @@ from megacore.data.cache import file_facts, remove_partial
 from megacore.data.chat import ChatTemplate, MarkedText, template_files
 from megacore.data.indexed import IndexWriter, token_dtype
 from megacore.data.records import FileKind, Record, Shard, kind_of_file, read_records, shards_of
+from megacore.data.sources import SEPARATOR
 from megacore.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from megacore.errors import DataError
 
@@ -35,7 +36,6 @@ _BATCH_CHARS = 1 << 20
 _INLINE_BYTES = 8 << 20
 # A sequence of the format has fewer tokens.
 _MAX_SEQUENCE = (1 << 31) - 1
-SEPARATOR = "\n\n"
 
 Progress = Callable[[int, int], None]
 

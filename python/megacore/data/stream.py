@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.data.indexed import IndexedTokens
+from megacore.data.indexed import IndexedTokens, out_of_range
 from megacore.data.sample import Window
 from megacore.data.tokenizer import TokenArray, Tokenizer
 from megacore.errors import DataError
@@ -125,14 +125,6 @@ class TokenRange:
     def part(self, begin: int, end: int) -> TokenRange:
         """Return the tokens ``[begin, end)`` of this range."""
         return replace(self, begin=self.begin + begin, end=self.begin + end)
-
-
-def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
-    """Return the index of the first token that is not in ``[0, vocab_size)``, or ``None``."""
-    # Minimum and maximum first: they need no memory, and errors are rare.
-    if len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
-        return None
-    return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
 
 
 def vocab_text(vocab_size: int, tokenizer: Tokenizer | None = None) -> str:
