@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, MoEConfig
-from megacore.files import read_ahead
 from megacore.models.hf.families import FAMILIES
-from megacore.models.hf.files import TensorSpec
+from megacore.models.hf.files import TensorSpec, read_blocks
 from megacore.models.hf.import_hf import copies_of, describe_params
 from megacore.models.hf.rows import Row, Run, rows_of, runs_of
 from megacore.models.shape import GPTShape
 from megacore.parallel.params import ParamInfo
-
-# Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
-_BLOCK_NUMEL = 1 << 18
 
 
 class ParamSource(Protocol):
@@ -110,21 +106,5 @@ class HFTensors:
 
 def _blocks(source: ParamSource, name: str, runs: list[Run]) -> Iterator[Tensor]:
     """Yield the values of one tensor in blocks; a block is valid until the next one."""
-    blocks = [
-        (run.ours + at, min(_BLOCK_NUMEL, run.numel - at))
-        for run in runs
-        for at in range(0, run.numel, _BLOCK_NUMEL)
-    ]
-    largest = max((numel for _, numel in blocks), default=0)
-    memory = torch.empty(2, largest, dtype=source.dtype(name))
-
-    def read(number: int) -> Tensor:
-        start, numel = blocks[number]
-        part = memory[number % 2, :numel]
-        source.read_range(name, start, part)
-        return part
-
-    if len(blocks) == 1:
-        yield read(0)
-    else:
-        yield from read_ahead(functools.partial(read, number) for number in range(len(blocks)))
+    ranges = [(run.ours, run.ours + run.numel) for run in runs]
+    return read_blocks(ranges, source.dtype(name), functools.partial(source.read_range, name))

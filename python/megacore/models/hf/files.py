@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacore.errors import MegacoreError
+from megacore.files import read_ahead
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 24
+# Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
+_BLOCK_NUMEL = 1 << 18
 _TRAINED = ("F32", "BF16", "F16")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -254,6 +258,32 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
     return 8 + length, entries
+
+
+def read_blocks(
+    ranges: Iterable[tuple[int, int]], dtype: torch.dtype, read: Callable[[int, Tensor], None]
+) -> Iterator[Tensor]:
+    """Read ranges ``[first, end)`` in 1-D blocks; a block is valid until the next one.
+
+    ``read`` fills a block from its first element on, while the block before is used.
+    """
+    blocks = [
+        (at, min(_BLOCK_NUMEL, end - at))
+        for first, end in ranges
+        for at in range(first, end, _BLOCK_NUMEL)
+    ]
+    memory = torch.empty(2, max((numel for _, numel in blocks), default=0), dtype=dtype)
+
+    def read_block(number: int) -> Tensor:
+        first, numel = blocks[number]
+        block = memory[number % 2, :numel]
+        read(first, block)
+        return block
+
+    if len(blocks) == 1:
+        yield read_block(0)
+    else:
+        yield from read_ahead(functools.partial(read_block, n) for n in range(len(blocks)))
 
 
 # ---- writing -------------------------------------------------------------------------------------

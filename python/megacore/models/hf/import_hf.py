@@ -7,7 +7,6 @@ A folder has ``config.json`` and one or more ``*.safetensors`` files. If present
 
 from __future__ import annotations
 
-import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,10 +19,9 @@ from torch import Tensor
 
 from megacore.config import ModelConfig, MoEConfig
 from megacore.errors import MegacoreError
-from megacore.files import read_ahead
 from megacore.models.gpt import GPTChunk
 from megacore.models.hf.families import Family
-from megacore.models.hf.files import TensorFiles, read_config
+from megacore.models.hf.files import TensorFiles, read_blocks, read_config
 from megacore.models.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
 from megacore.models.hf.settings import family_of, sections_from_hf
 from megacore.models.shape import GPTShape
@@ -35,8 +33,6 @@ HEAD = "lm_head.weight"
 # Parameters whose last rows may be padding.
 _PADDED = ("embedding", "head")
 _HALVES = (torch.bfloat16, torch.float16)
-# Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
-_BLOCK_NUMEL = 1 << 18
 
 
 class Tensors(Protocol):
@@ -164,18 +160,11 @@ class HFWeights:
                 self.read_into(self._last[1], name, ShardPosition())
             yield self._last[1].view(-1)[start:end]
             return
-        memory = torch.empty(2, min(end - start, _BLOCK_NUMEL), dtype=self.dtype(name))
-
-        def read(first: int) -> Tensor:
-            part = memory[first // _BLOCK_NUMEL % 2, : min(_BLOCK_NUMEL, end - first)]
-            self._read_runs(part, name, first)
-            return part
-
-        if end - start <= _BLOCK_NUMEL:
-            yield read(start)
-        else:
-            starts = range(start, end, _BLOCK_NUMEL)
-            yield from read_ahead(functools.partial(read, first) for first in starts)
+        yield from read_blocks(
+            [(start, end)],
+            self.dtype(name),
+            lambda first, block: self._read_runs(block, name, first),
+        )
 
     def not_finite(self, name: str) -> str | None:
         """Return the first tensor of a parameter with a NaN or infinite value, or ``None``."""

@@ -11,10 +11,8 @@ from megacore.errors import MegacoreError
 Values = dict[str, Any]
 """Settings by dotted name, such as ``"model.hidden_size"``."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Required:
-    """Marker of an entry that a family needs."""
+# The default of an entry that a family needs.
+REQUIRED = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Key:
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     kind: type = int
-    default: Any = Required()
+    default: Any = REQUIRED
     least: int = 1
     null: Any = None
 
@@ -44,7 +42,7 @@ class Key:
             MegacoreError: If it is missing and required, or not of its kind.
         """
         name = next((name for name in self.theirs if config.get(name) is not None), None)
-        if name is None and isinstance(self.default, Required):
+        if name is None and self.default is REQUIRED:
             raise MegacoreError(
                 f"config.json has no {' or '.join(self.theirs)}, which a {config['model_type']} "
                 "model needs"
