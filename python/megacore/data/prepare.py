@@ -137,7 +137,7 @@ def prepare(
     if workers is None:
         size = sum(path.stat().st_size for path in files)
         workers = 1 if size <= _INLINE_BYTES else os.cpu_count() or 1
-    report = progress or _no_progress
+    report = progress or (lambda _done, _total: None)
     report(len(shards) - len(missing), len(shards))
     for done, _ in enumerate(_encode_all(missing, shards, parts, options, workers), start=1):
         report(len(shards) - len(missing) + done, len(shards))
@@ -146,10 +146,6 @@ def prepare(
         raise DataError(f"{files[0]} and all other files have no text")
     shutil.rmtree(parts)
     return result
-
-
-def _no_progress(done: int, total: int) -> None:
-    del done, total
 
 
 def _encode_all(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from pathlib import Path
 
 from megacore.errors import printable
 from megacore.launch.context import LaunchOptions
@@ -35,17 +34,13 @@ def print_outcome(
         sentence += stopped_too(num_others)
     if outcome.diagnosis:
         sentence += "".join(f"\n  {line}" for line in outcome.diagnosis.splitlines())
-    if outcome.traceback and options.debug:
+    if outcome.traceback and (
+        options.debug or (outcome.kind == "error" and options.error_dir is None)
+    ):
         sentence += f"\n{outcome.traceback.rstrip()}"
-    elif outcome.kind == "error":
-        sentence += f"\n{_where_traceback_is(outcome, options.error_dir)}"
+    elif outcome.kind == "error" and options.error_dir is not None:
+        sentence += f"\n  full traceback: {error_file(options.error_dir, outcome.rank)}"
     complain(sentence)
-
-
-def _where_traceback_is(outcome: Outcome, error_dir: Path | None) -> str:
-    if error_dir is None:
-        return outcome.traceback.rstrip()
-    return f"  full traceback: {error_file(error_dir, outcome.rank)}"
 
 
 def stopped_too(num_others: int) -> str:

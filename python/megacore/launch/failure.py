@@ -82,10 +82,6 @@ class Failure:
         except (ValueError, TypeError, KeyError) as error:
             raise RuntimeError(f"invalid record of a failure in the store ({error!r})") from error
 
-    def to_error(self) -> PeerLostError:
-        """Convert to the error that survivors raise."""
-        return PeerLostError(str(self))
-
 
 def record_failure(store: Store, failure: Failure) -> Failure:
     """Store ``failure`` unless a failure is already stored; returns the stored failure."""
@@ -150,7 +146,7 @@ class FailureMonitor:
             self._number = arrive - 1
             self._ask(lambda store: store.set(f"health/arrival/{self._number}", str(rank)))
         except RuntimeError as error:
-            raise self._store_lost(error).to_error() from error
+            raise PeerLostError(str(self._store_lost(error))) from error
         self._thread.start()
 
     def wait_for_all(self, *, timeout_s: float) -> None:
@@ -220,7 +216,8 @@ class FailureMonitor:
             try:
                 found = self._recorded()
                 if found is None and time.monotonic() >= look_after:
-                    found = self._find_dead(self._local_ranks(), blame_stopped=blame_stopped)
+                    ranks = {*self._context.local_ranks, *self._watched()} - {self._context.rank}
+                    found = self._find_dead(sorted(ranks), blame_stopped=blame_stopped)
             except RuntimeError as error:
                 return self._store_lost(error)
             if found is not None or time.monotonic() > start + patience_s:
@@ -244,7 +241,8 @@ class FailureMonitor:
                 self._end(None, 128 + signal_number)
             now = time.monotonic()
             if now - last > self._interval_s + self._peer_timeout_s / 2:
-                self._forgive(now)  # After own suspension, missing heartbeats prove nothing.
+                # After own suspension, missing heartbeats prove nothing.
+                self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
             last = now
             if self.calls is not None:
                 self.calls.note_position()
@@ -326,9 +324,6 @@ class FailureMonitor:
         self._cpu_ticks[rank] = state.cpu_ticks
         return before is None or state.cpu_ticks > before
 
-    def _forgive(self, now: float) -> None:
-        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
-
     # ---- store ---------------------------------------------------------------------------------
 
     def _recorded(self) -> Failure | None:
@@ -340,17 +335,14 @@ class FailureMonitor:
         return self._ask(lambda store: record_failure(store, failure))
 
     def _store_lost(self, error: RuntimeError) -> Failure:
-        beyond = self._known_beyond_host()
+        known = [who for _, who in sorted(self._known.items())]
+        beyond = [who for who in known if who.space != self._identity.space]  # other machines
         with_it = f"; with it {', '.join(map(str, beyond))}" if beyond else ""
         return Failure(
             rank=STORE_HOST,
             who=str(self._context.address),
             reason=f"no answer ({first_line(error)}){with_it}{NETWORK_ADVICE}",
         )
-
-    def _known_beyond_host(self) -> list[Identity]:
-        """List the known ranks of other machines."""
-        return [who for _, who in sorted(self._known.items()) if who.space != self._identity.space]
 
     def _who(self, rank: int) -> Identity | None:
         if rank not in self._known:
@@ -376,10 +368,6 @@ class FailureMonitor:
                 return None
             self._arrivals[number] = int(text)
         return self._arrivals[number]
-
-    def _local_ranks(self) -> list[int]:
-        ranks = {*self._context.local_ranks, *self._watched()}
-        return sorted(ranks - {self._context.rank})
 
     def _key(self, kind: str) -> str:
         return f"health/{kind}/{self._context.rank}"
