@@ -16,61 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as RemainingColumn
 from rich.text import Text
 
+from megacore.report import RunInfo
 from megacore.train.metrics import StepRecord
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartInfo:
-    """Contents of the start table.
-
-    Attributes:
-        name: Name of the run.
-        layout: The parallel layout, e.g. ``"4 ranks = tp 2 x pp 2 (gloo, cpu)"``.
-        model: Description of the model.
-        num_parameters: Parameters of the whole model, each counted once.
-        data: Description of the training text.
-        num_tokens: Tokens of the training part.
-        unigram_entropy: Unigram entropy of the training part, nats per token.
-        schedule: Description of the pipeline schedule.
-        steps: Steps of the whole run.
-        first_step: First step that will run; above 0 after resuming.
-        run_dir: Output folder.
-        resumed_from: The checkpoint that was loaded.
-        notes: Additional lines, e.g. skipped checkpoints.
-    """
-
-    name: str
-    layout: str
-    model: str
-    num_parameters: int
-    data: str
-    num_tokens: int
-    unigram_entropy: float
-    schedule: str
-    steps: int
-    first_step: int = 0
-    run_dir: Path
-    resumed_from: Path | None = None
-    notes: tuple[str, ...] = ()
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Build the lines of the start table as (name, value)."""
-        entropy = f"unigram entropy {self.unigram_entropy:.3f} nats"
-        left = f"{self.first_step + 1:,} to {self.steps:,}"
-        rows = [
-            ("run", self.name),
-            ("layout", self.layout),
-            ("model", f"{self.model}, {short_count(self.num_parameters)} parameters"),
-            ("data", f"{self.data}: {short_count(self.num_tokens)} training tokens, {entropy}"),
-            ("schedule", self.schedule),
-            ("steps", left if self.first_step < self.steps else f"all {self.steps:,} are done"),
-            ("results", str(self.run_dir)),
-        ]
-        if self.resumed_from is not None:
-            rows.append(("resumed", str(self.resumed_from)))
-        return rows + [("note", note) for note in self.notes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +87,31 @@ class Console:
         """True if a progress bar is shown."""
         return self._progress is not None
 
-    def start(self, info: StartInfo) -> None:
-        """Print the start table and start the clock of the remaining-time estimate."""
+    def start(self, info: RunInfo, *, layout: str, folder: Path, notes: Sequence[str] = ()) -> None:
+        """Print the start table and start the clock of the remaining-time estimate.
+
+        Args:
+            info: The run.
+            layout: The parallel layout, e.g. ``"4 ranks = tp 2 x pp 2 (gloo, cpu)"``.
+            folder: Output folder.
+            notes: Additional lines, e.g. skipped checkpoints.
+        """
         self._started = time.monotonic()
-        self._table(info.rows())
+        left = f"{self._first_step + 1:,} to {self._steps:,}"
+        tokens = f"{short_count(info.num_tokens)} training tokens"
+        entropy = f"unigram entropy {info.unigram_entropy:.3f} nats"
+        rows = [
+            ("run", info.name),
+            ("layout", layout),
+            ("model", f"{info.model}, {short_count(info.num_parameters)} parameters"),
+            ("data", f"{info.data}: {tokens}, {entropy}"),
+            ("schedule", info.schedule),
+            ("steps", left if self._first_step < self._steps else f"all {self._steps:,} are done"),
+            ("results", str(folder)),
+        ]
+        if info.resumed_from is not None:
+            rows.append(("resumed", info.resumed_from))
+        self._table(rows + [("note", note) for note in notes])
         self._rich.print()
 
     def step(self, record: StepRecord) -> None:

@@ -34,7 +34,7 @@ from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megacore.report import RunInfo, write_info
 from megacore.train.callbacks import Callback, make_callbacks
-from megacore.train.console import Console, RunSummary, StartInfo
+from megacore.train.console import Console, RunSummary
 from megacore.train.control import RunControl, Verdict
 from megacore.train.diagnosis import NonFiniteSearch, first_of_all
 from megacore.train.initial_weights import load_initial_weights
@@ -208,7 +208,13 @@ class _Run:
             (self._dir / STOPPED_NAME).unlink(missing_ok=True)
             self._write_config(config)
             self._writers = RunWriters(config, first_step=first_step, guard=self._files)
-        self._console.start(self._start_info(found, notes))
+            changed = changed_settings(found.path, config) if found.path is not None else ()
+            self._console.start(
+                self._info(wall_time_s=None),
+                layout=trainer.layout_text(),
+                folder=self._dir,
+                notes=config.notes + found.skipped + notes + changed,
+            )
 
     def _write_config(self, config: ResolvedConfig) -> None:
         """Write the configuration and the tokenizer, so that the folder can be moved."""
@@ -420,26 +426,6 @@ class _Run:
     def _note_failure(self, why: str | None) -> None:
         if why is not None:
             self._console.note(f"a checkpoint was not saved: {why}")
-
-    def _start_info(self, found: FoundCheckpoint, notes: tuple[str, ...]) -> StartInfo:
-        trainer = self._trainer
-        if found.path is not None and self._is_main:
-            notes += changed_settings(found.path, self._config)
-        return StartInfo(
-            name=self._config.run.name,
-            layout=trainer.layout_text(),
-            model=trainer.model_text(),
-            num_parameters=trainer.num_params,
-            data=trainer.data_text(),
-            num_tokens=trainer.data.train.num_tokens,
-            unigram_entropy=trainer.data.unigram_entropy,
-            schedule=trainer.schedule_text(),
-            steps=self._config.train.steps,
-            first_step=self._first_step,
-            run_dir=self._dir,
-            resumed_from=found.path,
-            notes=self._config.notes + found.skipped + notes,
-        )
 
     def _info(self, *, wall_time_s: float | None) -> RunInfo:
         return run_info(

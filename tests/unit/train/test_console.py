@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from megacore.train.console import Console, EvaluationConsole, RunSummary, StartInfo, sparkline
+from megacore.report import RunInfo
+from megacore.train.console import Console, EvaluationConsole, RunSummary, sparkline
 from megacore.train.metrics import StepRecord
 
-INFO = StartInfo(
+INFO = RunInfo(
     name="[demo]",
-    layout="4 ranks = tp 2 x pp 2",
+    started_at="",
+    wall_time_s=None,
+    layout={},
     model="GPT, 4 layers",
     num_parameters=885_000,
     data="79 topics",
     num_tokens=442_960,
     unigram_entropy=3.26,
     schedule="1f1b, 8 microbatches",
-    steps=40,
-    run_dir=Path("runs/demo"),
-    notes=("passed over step_00000003",),
 )
 SUMMARY = RunSummary(
     loss=2.0,
@@ -32,6 +32,15 @@ SUMMARY = RunSummary(
     num_skipped=1,
     files={"report": Path("runs/demo/report.html")},
 )
+
+
+def _start(console: Console, info: RunInfo = INFO) -> None:
+    console.start(
+        info,
+        layout="4 ranks = tp 2 x pp 2",
+        folder=Path("runs/demo"),
+        notes=("passed over step_00000003",),
+    )
 
 
 def _record(step: int, **changes: float) -> StepRecord:
@@ -62,7 +71,7 @@ def test_a_file_gets_plain_lines_without_control_characters() -> None:
     console, file = _plain(every=10)
     assert not console.is_live
     with console:
-        console.start(INFO)
+        _start(console)
         for step in range(40):
             console.step(_record(step))
         console.finish(SUMMARY)
@@ -114,7 +123,7 @@ def test_a_diverged_run_says_since_when() -> None:
 
 def test_the_start_table_says_what_will_happen() -> None:
     console, file = _plain()
-    console.start(INFO)
+    _start(console)
     text = file.getvalue()
     for part in (
         "run       [demo]",
@@ -131,7 +140,7 @@ def test_the_start_table_says_what_will_happen() -> None:
 
 def test_a_finished_run_says_that_nothing_is_left() -> None:
     console, file = _plain(first_step=40)
-    console.start(replace(INFO, first_step=40, resumed_from=Path("runs/demo/step_00000040")))
+    _start(console, replace(INFO, resumed_from="runs/demo/step_00000040"))
     assert "steps     all 40 are done" in file.getvalue()
     assert "resumed   runs/demo/step_00000040" in file.getvalue()
 
@@ -179,7 +188,7 @@ def test_the_end_summary_compares_with_the_unigram_entropy() -> None:
 
 def test_a_silent_console_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=40, silent=True) as console:
-        console.start(INFO)
+        _start(console)
         console.step(_record(0, grad_norm=math.nan, num_skipped=1, validation_loss=2.0))
         console.note("hello")
         console.finish(SUMMARY)
