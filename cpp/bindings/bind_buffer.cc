@@ -109,8 +109,8 @@ void bind_tracker(py::module_& module) {
 }
 
 void bind_adamw(py::module_& module) {
-  module.def(
-      "adamw_step",
+  def_kernel(
+      module, "adamw_step",
       [](uintptr_t param, uintptr_t grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
          uintptr_t copy_out, bool copy_is_float16, int64_t numel, double lr, double beta1,
          double beta2, double eps, double weight_decay, double bias_correction1,
@@ -138,11 +138,9 @@ void bind_adamw(py::module_& module) {
                             .numel = numel},
                            options, num_threads);
       },
-      py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-      py::arg("copy_out"), py::arg("copy_is_float16"), py::arg("numel"), py::arg("lr"),
-      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-      py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("grad_scale"),
-      py::arg("control"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      "param", "grad", "exp_avg", "exp_avg_sq", "copy_out", "copy_is_float16", "numel", "lr",
+      "beta1", "beta2", "eps", "weight_decay", "bias_correction1", "bias_correction2", "grad_scale",
+      "control", "num_threads");
   module.def(
       "decide_step",
       [](uintptr_t state, uintptr_t sums, uintptr_t control, double beta1, double beta2,
@@ -159,12 +157,12 @@ void bind_adamw(py::module_& module) {
       py::kw_only(), py::arg("state"), py::arg("sums"), py::arg("control"), py::arg("beta1"),
       py::arg("beta2"), py::arg("clip_grad"), py::arg("loss_scale_interval"),
       py::arg("num_averaged"));
-  module.def(
-      "sum_of_squares",
+  def_kernel(
+      module, "sum_of_squares",
       [](uintptr_t values, int64_t numel) {
         return buffer::sum_of_squares(pointer<const float>(values), numel);
       },
-      py::kw_only(), py::arg("values"), py::arg("numel"), py::call_guard<py::gil_scoped_release>());
+      "values", "numel");
 }
 
 }  // namespace

@@ -12,8 +12,8 @@ namespace megacore::bindings {
 namespace {
 
 void bind_router(py::module_& module) {
-  module.def(
-      "route",
+  def_kernel(
+      module, "route",
       [](uintptr_t logits, uintptr_t bias, bool keeps_ids, uintptr_t probs, uintptr_t ids,
          uintptr_t stats, uintptr_t losses, uintptr_t seen, float aux_scale, float z_scale,
          int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_pools, bool is_sigmoid,
@@ -29,14 +29,11 @@ void bind_router(py::module_& module) {
                              .scales = {.aux = aux_scale, .z = z_scale}}},
                    num_threads);
       },
-      py::kw_only(), py::arg("logits"), py::arg("bias"), py::arg("keeps_ids"), py::arg("probs"),
-      py::arg("ids"), py::arg("stats"), py::arg("losses"), py::arg("seen"), py::arg("aux_scale"),
-      py::arg("z_scale"), py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
-      py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
-      py::arg("normalize"), py::arg("scaling"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "route_backward",
+      "logits", "bias", "keeps_ids", "probs", "ids", "stats", "losses", "seen", "aux_scale",
+      "z_scale", "num_tokens", "num_experts", "top_k", "num_pools", "is_sigmoid",
+      "softmax_after_top_k", "normalize", "scaling", "num_threads");
+  def_kernel(
+      module, "route_backward",
       [](uintptr_t grad_probs, uintptr_t counts, uintptr_t aux_factors, int64_t num_aux_factors,
          uintptr_t z_factors, int64_t num_z_factors, float aux_scale, float z_scale,
          uintptr_t logits, uintptr_t ids, uintptr_t grad_logits, int64_t num_tokens,
@@ -53,20 +50,16 @@ void bind_router(py::module_& module) {
                              softmax_after_top_k, normalize, scaling},
                             num_threads);
       },
-      py::kw_only(), py::arg("grad_probs"), py::arg("counts"), py::arg("aux_factors"),
-      py::arg("num_aux_factors"), py::arg("z_factors"), py::arg("num_z_factors"),
-      py::arg("aux_scale"), py::arg("z_scale"), py::arg("logits"), py::arg("ids"),
-      py::arg("grad_logits"), py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
-      py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
-      py::arg("normalize"), py::arg("scaling"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      "grad_probs", "counts", "aux_factors", "num_aux_factors", "z_factors", "num_z_factors",
+      "aux_scale", "z_scale", "logits", "ids", "grad_logits", "num_tokens", "num_experts", "top_k",
+      "num_pools", "is_sigmoid", "softmax_after_top_k", "normalize", "scaling", "num_threads");
 }
 
 }  // namespace
 
 void bind_layers(py::module_& module) {
-  module.def(
-      "dropout",
+  def_kernel(
+      module, "dropout",
       [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, uintptr_t key, int64_t key_value,
          uintptr_t y, int64_t sequence, int64_t batch, int64_t width, int64_t threshold,
          float factor, std::string_view dtype, int num_threads) {
@@ -78,13 +71,11 @@ void bind_layers(py::module_& module) {
                           num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("sample_ids"), py::arg("positions"), py::arg("key"),
-      py::arg("key_value"), py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"),
-      py::arg("threshold"), py::arg("factor"), py::arg("dtype"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      "x", "sample_ids", "positions", "key", "key_value", "y", "sequence", "batch", "width",
+      "threshold", "factor", "dtype", "num_threads");
   bind_router(module);
-  module.def(
-      "rms_norm",
+  def_kernel(
+      module, "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
          int64_t width, std::string_view dtype, int num_threads, uintptr_t added, uintptr_t sum) {
         for_dtype(dtype, [&]<typename Float>(Float) {
@@ -93,11 +84,10 @@ void bind_layers(py::module_& module) {
                            pointer<Float>(y), pointer<float>(scale), rows, width, num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
-      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
-      py::arg("added") = 0, py::arg("sum") = 0, py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "rms_norm_backward",
+      "x", "weight", "eps", "y", "scale", "rows", "width", "dtype", "num_threads",
+      py::arg("added") = 0, py::arg("sum") = 0);
+  def_kernel(
+      module, "rms_norm_backward",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
          uintptr_t grad_weight, int64_t rows, int64_t width, std::string_view dtype,
          int num_threads, uintptr_t grad_sum) {
@@ -108,12 +98,10 @@ void bind_layers(py::module_& module) {
                                     pointer<float>(grad_weight), rows, width, num_threads);
         });
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
-      py::arg("grad_x"), py::arg("grad_weight"), py::arg("rows"), py::arg("width"),
-      py::arg("dtype"), py::arg("num_threads"), py::arg("grad_sum") = 0,
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "split_and_rotate",
+      "grad_y", "x", "weight", "scale", "grad_x", "grad_weight", "rows", "width", "dtype",
+      "num_threads", py::arg("grad_sum") = 0);
+  def_kernel(
+      module, "split_and_rotate",
       [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
          int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
          int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
@@ -132,13 +120,10 @@ void bind_layers(py::module_& module) {
                                    backward, num_threads);
         });
       },
-      py::kw_only(), py::arg("qkv"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
-      py::arg("sin"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
-      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
-      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "norm_and_rotate",
+      "qkv", "q", "k", "v", "cos", "sin", "num_tokens", "batch", "num_groups", "q_per_kv",
+      "head_dim", "num_rotated", "position_per_sample", "backward", "dtype", "num_threads");
+  def_kernel(
+      module, "norm_and_rotate",
       [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
          uintptr_t grad_q_weight, uintptr_t grad_k_weight, int64_t num_tokens, int64_t batch,
@@ -170,13 +155,9 @@ void bind_layers(py::module_& module) {
           }
         });
       },
-      py::kw_only(), py::arg("qkv"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
-      py::arg("scale"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"), py::arg("sin"),
-      py::arg("grad_qkv"), py::arg("grad_q_weight"), py::arg("grad_k_weight"),
-      py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"), py::arg("q_per_kv"),
-      py::arg("head_dim"), py::arg("num_rotated"), py::arg("position_per_sample"),
-      py::arg("backward"), py::arg("dtype"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
+      "qkv", "q_weight", "k_weight", "eps", "scale", "q", "k", "v", "cos", "sin", "grad_qkv",
+      "grad_q_weight", "grad_k_weight", "num_tokens", "batch", "num_groups", "q_per_kv", "head_dim",
+      "num_rotated", "position_per_sample", "backward", "dtype", "num_threads");
 }
 
 }  // namespace megacore::bindings

@@ -3,9 +3,11 @@
 #include <string_view>
 
 #include "bindings.h"
+#include "megacore/base/check.h"
 #include "megacore/moe/activations.h"
 #include "megacore/moe/echo_counts.h"
 #include "megacore/moe/fp8.h"
+#include "megacore/moe/grouped_arguments.h"
 #include "megacore/moe/grouped_gemm.h"
 #include "megacore/moe/permutation.h"
 #include "megacore/moe/reroute.h"
@@ -17,8 +19,8 @@ namespace {
 
 void bind_grouped_gemm(py::module_& module) {
   using moe::GroupedShape;
-  module.def(
-      "grouped_gemm",
+  def_kernel(
+      module, "grouped_gemm",
       [](uintptr_t x, uintptr_t w, uintptr_t m_splits, uintptr_t y, int64_t num_rows,
          int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
          int num_threads) {
@@ -27,11 +29,10 @@ void bind_grouped_gemm(py::module_& module) {
                           GroupedShape{num_rows, num_experts, out_features, in_features},
                           clear_padding, num_threads);
       },
-      py::kw_only(), py::arg("x"), py::arg("w"), py::arg("m_splits"), py::arg("y"),
-      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("clear_padding"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "grouped_gemm_input_grad",
+      "x", "w", "m_splits", "y", "num_rows", "num_experts", "out_features", "in_features",
+      "clear_padding", "num_threads");
+  def_kernel(
+      module, "grouped_gemm_input_grad",
       [](uintptr_t grad_y, uintptr_t w, uintptr_t m_splits, uintptr_t grad_x, int64_t num_rows,
          int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
          int num_threads) {
@@ -40,11 +41,10 @@ void bind_grouped_gemm(py::module_& module) {
                                      GroupedShape{num_rows, num_experts, out_features, in_features},
                                      clear_padding, num_threads);
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("w"), py::arg("m_splits"), py::arg("grad_x"),
-      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("clear_padding"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "grouped_gemm_weight_grad",
+      "grad_y", "w", "m_splits", "grad_x", "num_rows", "num_experts", "out_features", "in_features",
+      "clear_padding", "num_threads");
+  def_kernel(
+      module, "grouped_gemm_weight_grad",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t m_splits, uintptr_t grad_w, int64_t num_rows,
          int64_t num_experts, int64_t out_features, int64_t in_features, bool accumulate,
          int num_threads) {
@@ -53,41 +53,66 @@ void bind_grouped_gemm(py::module_& module) {
             pointer<float>(grad_w), GroupedShape{num_rows, num_experts, out_features, in_features},
             accumulate, num_threads);
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("m_splits"), py::arg("grad_w"),
-      py::arg("num_rows"), py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("accumulate"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      "grad_y", "x", "m_splits", "grad_w", "num_rows", "num_experts", "out_features", "in_features",
+      "accumulate", "num_threads");
   module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
 }
 
+void bind_grouped_arguments(py::module_& module) {
+  module.def("grouped_arguments_bytes", &moe::grouped_arguments_bytes, py::kw_only(),
+             py::arg("num_experts"));
+  def_kernel(
+      module, "fill_grouped_arguments",
+      [](int32_t product, uintptr_t m_splits, uintptr_t accumulate_mask, bool accumulate,
+         int64_t num_rows, int64_t num_experts, int64_t out_features, int64_t in_features,
+         int64_t operand_bytes, int64_t result_bytes, uint64_t a, uint64_t b, uint64_t d,
+         uintptr_t arguments, uintptr_t first_row, uint64_t a_scale, uint64_t b_scale) {
+        MC_REQUIRE(product >= 0 && product <= 2, "product must be 0, 1 or 2, got {}", product);
+        moe::fill_grouped_arguments(
+            {.product = static_cast<moe::GroupedProduct>(product),
+             .num_rows = num_rows,
+             .num_experts = num_experts,
+             .out_features = out_features,
+             .in_features = in_features,
+             .operand_bytes = operand_bytes,
+             .result_bytes = result_bytes},
+            pointer<const int64_t>(m_splits), pointer<const int64_t>(first_row),
+            pointer<const uint8_t>(accumulate_mask), accumulate,
+            {.a = a, .b = b, .d = d, .a_scale = a_scale, .b_scale = b_scale},
+            moe::grouped_arguments_at(pointer<void>(arguments), num_experts));
+      },
+      "product", "m_splits", "accumulate_mask", "accumulate", "num_rows", "num_experts",
+      "out_features", "in_features", "operand_bytes", "result_bytes", "a", "b", "d", "arguments",
+      py::arg("first_row") = 0, py::arg("a_scale") = 0, py::arg("b_scale") = 0);
+}
+
 void bind_choices(py::module_& module) {
-  module.def(
-      "sort_by_expert",
+  def_kernel(
+      module, "sort_by_expert",
       [](uintptr_t expert_of, int64_t numel, int64_t num_experts, uintptr_t row_map,
          uintptr_t tokens_per_expert) {
         moe::sort_by_expert(pointer<const int64_t>(expert_of), numel, num_experts,
                             pointer<int64_t>(row_map), pointer<int64_t>(tokens_per_expert));
       },
-      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_experts"),
-      py::arg("row_map"), py::arg("tokens_per_expert"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "top_k",
+      "expert_of", "numel", "num_experts", "row_map", "tokens_per_expert");
+  def_kernel(
+      module, "top_k",
       [](uintptr_t scores, int64_t rows, int64_t columns, int64_t k, uintptr_t chosen,
          int num_threads) {
         moe::top_k(pointer<const float>(scores), rows, columns, k, pointer<int64_t>(chosen),
                    num_threads);
       },
-      py::kw_only(), py::arg("scores"), py::arg("rows"), py::arg("columns"), py::arg("k"),
-      py::arg("chosen"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      "scores", "rows", "columns", "k", "chosen", "num_threads");
 }
 
 void bind_echo_counts(py::module_& module) {
-  module.def(
-      "count_plan",
+  def_kernel(
+      module, "count_plan",
       [](uintptr_t sums, uintptr_t slot_expert, uintptr_t rerouted, uintptr_t load_before,
          uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
          int64_t num_ranks, int64_t num_experts, int64_t num_slots) {
         moe::count_plan(
-            {.num_ranks = num_ranks, .num_experts = num_experts, .num_spare_slots = num_slots},
+            {.num_ranks = num_ranks, .num_experts = num_experts, .num_slots = num_slots},
             {.load_before = pointer<const int64_t>(load_before),
              .rerouted = pointer<const int64_t>(rerouted),
              .summary = pointer<const int64_t>(summary),
@@ -95,24 +120,21 @@ void bind_echo_counts(py::module_& module) {
             pointer<const int64_t>(slot_expert), pointer<const int64_t>(copies_of_place),
             pointer<int64_t>(copies), pointer<double>(sums));
       },
-      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("rerouted"),
-      py::arg("load_before"), py::arg("summary"), py::arg("elapsed_ns"), py::arg("copies_of_place"),
-      py::arg("copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_slots"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "count_held",
+      "sums", "slot_expert", "rerouted", "load_before", "summary", "elapsed_ns", "copies_of_place",
+      "copies", "num_ranks", "num_experts", "num_slots");
+  def_kernel(
+      module, "count_held",
       [](uintptr_t sums, uintptr_t slot_expert, int64_t numel, int64_t first, int64_t end,
          int64_t num_bytes) {
         moe::count_held(pointer<const int64_t>(slot_expert), numel, first, end, num_bytes,
                         pointer<double>(sums));
       },
-      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("numel"), py::arg("first"),
-      py::arg("end"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>());
+      "sums", "slot_expert", "numel", "first", "end", "num_bytes");
 }
 
 void bind_reroute(py::module_& module) {
-  module.def(
-      "reroute",
+  def_kernel(
+      module, "reroute",
       [](uintptr_t expert_of, int64_t numel, int64_t num_ranks, int64_t num_experts,
          int64_t num_spare_slots, uintptr_t total, uintptr_t first, uintptr_t slot_expert,
          uintptr_t tokens, uintptr_t place_of) {
@@ -126,10 +148,8 @@ void bind_reroute(py::module_& module) {
                              .tokens = pointer<const int64_t>(tokens)},
                             pointer<int64_t>(place_of));
       },
-      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_ranks"),
-      py::arg("num_experts"), py::arg("num_spare_slots"), py::arg("total"), py::arg("first"),
-      py::arg("slot_expert"), py::arg("tokens"), py::arg("place_of"),
-      py::call_guard<py::gil_scoped_release>());
+      "expert_of", "numel", "num_ranks", "num_experts", "num_spare_slots", "total", "first",
+      "slot_expert", "tokens", "place_of");
 }
 
 // Defines an operation on three arrays, whose keywords are `arrays`, and a row map.
@@ -138,8 +158,8 @@ void def_row_operation(py::module_& module,
                        const char* name,
                        const std::array<const char*, 3>& arrays,
                        Run run) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [run](uintptr_t first, uintptr_t second, uintptr_t third, uintptr_t row_map,
             int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width,
             std::string_view dtype, int num_threads) {
@@ -148,9 +168,8 @@ void def_row_operation(py::module_& module,
           run(element, first, second, third, map, width, num_threads);
         });
       },
-      py::kw_only(), py::arg(arrays[0]), py::arg(arrays[1]), py::arg(arrays[2]), py::arg("row_map"),
-      py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_rows"), py::arg("width"),
-      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      arrays[0], arrays[1], arrays[2], "row_map", "num_tokens", "num_choices", "num_rows", "width",
+      "dtype", "num_threads");
 }
 
 void bind_rows(py::module_& module) {
@@ -178,8 +197,8 @@ void bind_rows(py::module_& module) {
 }
 
 void bind_fp8(py::module_& module) {
-  module.def(
-      "quantize_rows",
+  def_kernel(
+      module, "quantize_rows",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t num_rows, int64_t rows,
          int64_t width, std::string_view dtype, int num_threads) {
         for_dtype(dtype, [&](auto element) {
@@ -188,11 +207,9 @@ void bind_fp8(py::module_& module) {
                              num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_rows"),
-      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "quantize_columns",
+      "x", "values", "scales", "num_rows", "rows", "width", "dtype", "num_threads");
+  def_kernel(
+      module, "quantize_columns",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t m_splits, int64_t rows,
          int64_t num_experts, int64_t width, bool transposed, std::string_view dtype,
          int num_threads) {
@@ -203,11 +220,10 @@ void bind_fp8(py::module_& module) {
               transposed, num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("m_splits"),
-      py::arg("rows"), py::arg("num_experts"), py::arg("width"), py::arg("transposed"),
-      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "quantize_blocks",
+      "x", "values", "scales", "m_splits", "rows", "num_experts", "width", "transposed", "dtype",
+      "num_threads");
+  def_kernel(
+      module, "quantize_blocks",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, int64_t num_experts, int64_t height,
          int64_t width, bool transposed, std::string_view dtype, int num_threads) {
         for_dtype(dtype, [&](auto element) {
@@ -216,15 +232,14 @@ void bind_fp8(py::module_& module) {
                                num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_experts"),
-      py::arg("height"), py::arg("width"), py::arg("transposed"), py::arg("dtype"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      "x", "values", "scales", "num_experts", "height", "width", "transposed", "dtype",
+      "num_threads");
 }
 
 template <moe::Activation kKind>
 void bind_activation(py::module_& module, const char* forward, const char* backward) {
-  module.def(
-      forward,
+  def_kernel(
+      module, forward,
       [](uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows, int64_t rows, int64_t width,
          std::string_view dtype, int num_threads) {
         for_dtype(dtype, [&](auto element) {
@@ -234,11 +249,9 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
               moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
-      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("num_rows"),
-      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      backward,
+      "x", "probs", "y", "num_rows", "rows", "width", "dtype", "num_threads");
+  def_kernel(
+      module, backward,
       [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
          uintptr_t num_rows, int64_t rows, int64_t width, std::string_view dtype, int num_threads) {
         for_dtype(dtype, [&](auto element) {
@@ -249,15 +262,15 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
               moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
         });
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("probs"), py::arg("grad_x"),
-      py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"), py::arg("width"),
-      py::arg("dtype"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+      "grad_y", "x", "probs", "grad_x", "grad_probs", "num_rows", "rows", "width", "dtype",
+      "num_threads");
 }
 
 }  // namespace
 
 void bind_moe_kernels(py::module_& module) {
   bind_grouped_gemm(module);
+  bind_grouped_arguments(module);
   bind_choices(module);
   bind_echo_counts(module);
   bind_reroute(module);

@@ -104,8 +104,6 @@ Topology make_topology(int64_t world_size,
                                                 .order = order});
 }
 
-std::byte* bytes_at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
-
 std::unique_ptr<HostComm> make_host_comm(std::optional<std::pair<int64_t, int>> segment,
                                          int position,
                                          std::vector<int> ranks,
@@ -157,14 +155,14 @@ void bind_host_comm(py::module_& module) {
          uintptr_t output, HostDtype output_dtype) {
         std::vector<const std::byte*> pointers;
         for (const uintptr_t part : parts) {
-          pointers.push_back(reinterpret_cast<const std::byte*>(part));
+          pointers.push_back(pointer<const std::byte>(part));
         }
         const py::gil_scoped_release release;
         parallel::reduce_parts({.parts = pointers,
                                 .numel = numel,
                                 .dtype = dtype,
                                 .reduction = op,
-                                .output = reinterpret_cast<std::byte*>(output),
+                                .output = pointer<std::byte>(output),
                                 .output_dtype = output_dtype});
       },
       py::kw_only(), py::arg("parts"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
@@ -185,7 +183,7 @@ void bind_host_comm(py::module_& module) {
       .def(
           "all_reduce",
           [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, HostReduction op) {
-            self.all_reduce(bytes_at(data), numel, dtype, op);
+            self.all_reduce(pointer<std::byte>(data), numel, dtype, op);
           },
           py::kw_only(), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
           no_gil())
@@ -193,9 +191,9 @@ void bind_host_comm(py::module_& module) {
           "reduce_scatter",
           [](HostComm& self, uintptr_t output, HostDtype output_dtype, uintptr_t input,
              HostDtype dtype, int64_t numel, HostReduction op) {
-            self.reduce_scatter({.output = bytes_at(output),
+            self.reduce_scatter({.output = pointer<std::byte>(output),
                                  .output_dtype = output_dtype,
-                                 .input = bytes_at(input),
+                                 .input = pointer<std::byte>(input),
                                  .dtype = dtype,
                                  .numel = numel,
                                  .reduction = op});
@@ -205,14 +203,14 @@ void bind_host_comm(py::module_& module) {
       .def(
           "all_gather",
           [](HostComm& self, uintptr_t output, uintptr_t input, int64_t numel, HostDtype dtype) {
-            self.all_gather(bytes_at(output), bytes_at(input), numel, dtype);
+            self.all_gather(pointer<std::byte>(output), pointer<std::byte>(input), numel, dtype);
           },
           py::kw_only(), py::arg("output"), py::arg("input"), py::arg("numel"), py::arg("dtype"),
           no_gil())
       .def(
           "broadcast",
           [](HostComm& self, uintptr_t data, int64_t numel, HostDtype dtype, int source) {
-            self.broadcast(bytes_at(data), numel, dtype, source);
+            self.broadcast(pointer<std::byte>(data), numel, dtype, source);
           },
           py::kw_only(), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("source"),
           no_gil())

@@ -68,11 +68,9 @@ void bind_peers_values(py::module_& module) {
   module.attr("PEER_WINDOW_PARTS") = PeerExchange::kWindowParts;
 }
 
-using no_gil = py::call_guard<py::gil_scoped_release>;
-
 void bind_counts(py::class_<PeerExchange>& exchange) {
-  exchange.def(
-      "plan_copies",
+  def_kernel(
+      exchange, "plan_copies",
       [](PeerExchange& self, const PeerShape& shape, uintptr_t experts, uintptr_t members,
          int64_t num_tokens, int64_t num_choices, int64_t repeats, uintptr_t row_map,
          uintptr_t kept, uintptr_t m_splits, uintptr_t totals) {
@@ -93,9 +91,8 @@ void bind_counts(py::class_<PeerExchange>& exchange) {
                           .totals = pointer<int64_t>(totals)},
                          pointer<int64_t>(row_map));
       },
-      py::kw_only(), py::arg("shape"), py::arg("experts"), py::arg("members"),
-      py::arg("num_tokens"), py::arg("num_choices"), py::arg("repeats"), py::arg("row_map"),
-      py::arg("kept"), py::arg("m_splits"), py::arg("totals"), no_gil());
+      "shape", "experts", "members", "num_tokens", "num_choices", "repeats", "row_map", "kept",
+      "m_splits", "totals");
 }
 
 // Defines a method on a slot and rows; the keywords of what else it takes are `names`.
@@ -105,13 +102,12 @@ void def_on_rows(py::class_<PeerExchange>& exchange,
                  const char* rows_name,
                  void (*call)(PeerExchange&, int64_t, const PeerRows&, Own...),
                  const Names&... names) {
-  exchange.def(
-      name,
+  def_kernel(
+      exchange, name,
       [call](PeerExchange& self, int64_t slot, uintptr_t rows, uintptr_t probs, int64_t width,
              HostDtype dtype,
              Own... own) { call(self, slot, rows_of(rows, probs, width, dtype), own...); },
-      py::kw_only(), py::arg("slot"), py::arg(rows_name), py::arg("probs"), py::arg("width"),
-      py::arg("dtype"), py::arg(names)..., no_gil());
+      "slot", rows_name, "probs", "width", "dtype", names...);
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.
@@ -142,12 +138,12 @@ void bind_exchange(py::module_& module) {
       +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_arrived,
           int64_t capacity) { self.finish_push(slot, rows, num_arrived, capacity); },
       "num_arrived", "capacity");
-  exchange.def(
-      "reserve_pull",
+  def_kernel(
+      exchange, "reserve_pull",
       [](PeerExchange& self, int64_t slot) {
         return reinterpret_cast<uintptr_t>(self.reserve_pull(slot));
       },
-      py::kw_only(), py::arg("slot"), no_gil());
+      "slot");
   def_on_rows(
       exchange, "start_pull", "rows",
       +[](PeerExchange& self, int64_t slot, const PeerRows& rows, int64_t num_rows) {

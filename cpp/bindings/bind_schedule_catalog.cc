@@ -1,7 +1,9 @@
+#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -9,6 +11,7 @@
 #include "megacore/base/check.h"
 #include "megacore/pipeline/bounds/lower_bound.h"
 #include "megacore/pipeline/schedules/schedule_catalog.h"
+#include "megacore/pipeline/search/auto_schedule.h"
 
 namespace megacore::bindings {
 namespace {
@@ -35,6 +38,13 @@ Pairs pairs_of(const std::optional<std::string>& name) {
   MC_REQUIRE(*name == "whole" || *name == "split",
              "pairs must be 'whole', 'split' or None, got '{}'", *name);
   return *name == "whole" ? Pairs::kWhole : Pairs::kSplit;
+}
+
+Placement placement_of(const std::string& name, int num_ranks, int num_chunks) {
+  if (name == "loop") return Placement::loop({.num_ranks = num_ranks, .num_chunks = num_chunks});
+  MC_REQUIRE(name == "v", "placement must be 'loop' or 'v', got '{}'", name);
+  MC_REQUIRE(num_chunks == 2, "num_chunks is {}; a V has 2 stages per rank", num_chunks);
+  return Placement::v({.num_ranks = num_ranks});
 }
 
 void bind_catalog(py::module_& module) {
@@ -70,10 +80,58 @@ void bind_catalog(py::module_& module) {
       "warmup_multiplier"_a, "pairs"_a, NoGil());
 }
 
+void bind_auto_schedule(py::module_& module) {
+  py::native_enum<Effort>(module, "Effort", "enum.IntEnum")
+      .value("FAST", Effort::kFast)
+      .value("THOROUGH", Effort::kThorough)
+      .finalize();
+  py::class_<Certificate>(module, "Certificate")
+      .def_readonly("makespan", &Certificate::makespan)
+      .def_readonly("bound", &Certificate::bound)
+      .def_property_readonly("gap", &Certificate::gap)
+      .def_readonly("is_optimal", &Certificate::is_optimal)
+      .def_readonly("winner", &Certificate::winner)
+      .def_property_readonly("named",
+                             [](const Certificate& certificate) {
+                               py::dict named;
+                               for (const auto& [name, makespan] : certificate.named) {
+                                 named[py::str(name)] = makespan;
+                               }
+                               return named;
+                             })
+      .def_readonly("peak_memory", &Certificate::peak_memory)
+      .def_readonly("num_scheduled", &Certificate::num_scheduled);
+  def_kernel(
+      module, "auto_schedule",
+      [](const std::string& placement, int num_ranks, int num_chunks, int num_microbatches,
+         bool split_backward, std::vector<int64_t> memory_limit,
+         std::vector<int64_t> activation_size, std::vector<double> forward,
+         std::vector<double> backward_input, std::vector<double> backward_weight, double send,
+         double overlap, Effort effort) {
+        AutoSchedule result =
+            auto_schedule({.placement = placement_of(placement, num_ranks, num_chunks),
+                           .num_microbatches = num_microbatches,
+                           .costs = {.forward = std::move(forward),
+                                     .backward_input = std::move(backward_input),
+                                     .backward_weight = std::move(backward_weight),
+                                     .send = send,
+                                     .overlap = overlap},
+                           .split_backward = split_backward,
+                           .memory_limit = std::move(memory_limit),
+                           .activation_size = std::move(activation_size)},
+                          effort);
+        return std::tuple(std::move(result.schedule), std::move(result.certificate));
+      },
+      "placement", "num_ranks", "num_chunks", "num_microbatches", "split_backward", "memory_limit",
+      "activation_size", "forward", "backward_input", "backward_weight", "send", "overlap",
+      "effort");
+}
+
 }  // namespace
 
 void bind_schedule_catalog(pybind11::module_& module) {
   bind_catalog(module);
+  bind_auto_schedule(module);
   py::class_<LowerBound>(module, "LowerBound")
       .def_readonly("value", &LowerBound::value)
       .def_property_readonly("reason",

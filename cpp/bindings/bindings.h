@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "def_kernel.h"
 #include "megacore/base/check.h"
 
 namespace megacore::bindings {
@@ -32,14 +33,12 @@ void bind_parallel(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
 void bind_program(pybind11::module_& module);           // after bind_pipeline
 void bind_schedule_catalog(pybind11::module_& module);  // after bind_pipeline
-void bind_auto_schedule(pybind11::module_& module);     // after bind_schedule_catalog
 void bind_buffer(pybind11::module_& module);
 void bind_checksum(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_moe_kernels(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);   // after bind_parallel
 void bind_clones(pybind11::module_& module);  // after bind_parallel
-void bind_grouped_arguments(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 void bind_weak_tensor(pybind11::module_& module);
 void bind_decode(pybind11::module_& module);

@@ -7,14 +7,12 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_pipeline(module);
   megacore::bindings::bind_program(module);
   megacore::bindings::bind_schedule_catalog(module);
-  megacore::bindings::bind_auto_schedule(module);
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_checksum(module);
   megacore::bindings::bind_moe(module);
   megacore::bindings::bind_moe_kernels(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_clones(module);
-  megacore::bindings::bind_grouped_arguments(module);
   megacore::bindings::bind_graph(module);
   megacore::bindings::bind_weak_tensor(module);
   megacore::bindings::bind_decode(module);

@@ -38,17 +38,15 @@ CloneView view_of(uintptr_t memory,
 // Every call takes what describes the ranks, a projection, a tensor that some need, and a stream.
 template <typename Run>
 void define(py::module_& module, const char* name, Run run) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [run](uintptr_t memory, uintptr_t failure, const std::vector<int64_t>& sizes,
             uintptr_t slot_expert, double timeout_s, int64_t projection, uintptr_t tensor,
             uintptr_t stream) {
         run(view_of(memory, failure, sizes, slot_expert, timeout_s), projection, tensor,
             stream_handle(stream));
       },
-      py::kw_only(), py::arg("memory"), py::arg("failure"), py::arg("sizes"),
-      py::arg("slot_expert"), py::arg("timeout_s"), py::arg("projection"), py::arg("tensor"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "memory", "failure", "sizes", "slot_expert", "timeout_s", "projection", "tensor", "stream");
 }
 
 }  // namespace

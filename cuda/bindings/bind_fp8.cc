@@ -9,8 +9,8 @@ namespace py = pybind11;
 namespace megacore::bindings {
 
 void bind_fp8(py::module_& module) {
-  module.def(
-      "quantize_rows",
+  def_kernel(
+      module, "quantize_rows",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t num_rows, int64_t rows,
          int64_t width, std::string_view dtype, uintptr_t stream) {
         cuda::quantize_rows({.type = float_type(dtype),
@@ -22,11 +22,9 @@ void bind_fp8(py::module_& module) {
                              .width = width},
                             stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_rows"),
-      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "quantize_columns",
+      "x", "values", "scales", "num_rows", "rows", "width", "dtype", "stream");
+  def_kernel(
+      module, "quantize_columns",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t m_splits, int64_t rows,
          int64_t num_experts, int64_t width, bool transposed, std::string_view dtype,
          uintptr_t stream) {
@@ -41,11 +39,10 @@ void bind_fp8(py::module_& module) {
                                 .transposed = transposed},
                                stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("m_splits"),
-      py::arg("rows"), py::arg("num_experts"), py::arg("width"), py::arg("transposed"),
-      py::arg("dtype"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "quantize_blocks",
+      "x", "values", "scales", "m_splits", "rows", "num_experts", "width", "transposed", "dtype",
+      "stream");
+  def_kernel(
+      module, "quantize_blocks",
       [](uintptr_t x, uintptr_t values, uintptr_t scales, int64_t num_experts, int64_t height,
          int64_t width, bool transposed, std::string_view dtype, uintptr_t stream) {
         cuda::quantize_blocks({.type = float_type(dtype),
@@ -58,9 +55,7 @@ void bind_fp8(py::module_& module) {
                                .transposed = transposed},
                               stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("values"), py::arg("scales"), py::arg("num_experts"),
-      py::arg("height"), py::arg("width"), py::arg("transposed"), py::arg("dtype"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "x", "values", "scales", "num_experts", "height", "width", "transposed", "dtype", "stream");
 }
 
 }  // namespace megacore::bindings

@@ -29,8 +29,8 @@ using Launcher = void (*)(const cuda::GroupedGemmParams&, cudaStream_t);
 // Both launchers take the same arguments.
 template <Launcher launcher>
 void define_launcher(py::module_& module, const char* name) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [](int32_t product, uintptr_t a, uintptr_t b, uintptr_t m_splits, uintptr_t d,
          int32_t operand, int32_t result, int64_t num_rows, int64_t num_experts,
          int64_t out_features, int64_t in_features, bool accumulate, uintptr_t accumulate_mask,
@@ -61,13 +61,10 @@ void define_launcher(py::module_& module, const char* name) {
                   .workspace_bytes = workspace_bytes},
                  stream_handle(stream));
       },
-      py::kw_only(), py::arg("product"), py::arg("a"), py::arg("b"), py::arg("m_splits"),
-      py::arg("d"), py::arg("operand"), py::arg("result"), py::arg("num_rows"),
-      py::arg("num_experts"), py::arg("out_features"), py::arg("in_features"),
-      py::arg("accumulate"), py::arg("accumulate_mask"), py::arg("clear_tail"), py::arg("tile"),
-      py::arg("along_columns"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("stream"),
-      py::arg("first_row") = 0, py::arg("expected_rows") = 0, py::arg("a_scale") = 0,
-      py::arg("b_scale") = 0, py::call_guard<py::gil_scoped_release>());
+      "product", "a", "b", "m_splits", "d", "operand", "result", "num_rows", "num_experts",
+      "out_features", "in_features", "accumulate", "accumulate_mask", "clear_tail", "tile",
+      "along_columns", "workspace", "workspace_bytes", "stream", py::arg("first_row") = 0,
+      py::arg("expected_rows") = 0, py::arg("a_scale") = 0, py::arg("b_scale") = 0);
 }
 
 }  // namespace

@@ -11,8 +11,6 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-using no_gil = py::call_guard<py::gil_scoped_release>;
-
 void bind_rms_norm(py::module_& module) {
   module.attr("MAX_NORM_BYTES") = cuda::kMaxNormPacks * 16;
   module.def(
@@ -21,8 +19,8 @@ void bind_rms_norm(py::module_& module) {
         return cuda::norm_partial_rows(float_type(dtype), rows, width);
       },
       py::kw_only(), py::arg("rows"), py::arg("width"), py::arg("dtype"));
-  module.def(
-      "rms_norm",
+  def_kernel(
+      module, "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
          int64_t width, std::string_view dtype, uintptr_t stream, uintptr_t added, uintptr_t sum) {
         cuda::rms_norm({.type = float_type(dtype),
@@ -37,11 +35,10 @@ void bind_rms_norm(py::module_& module) {
                         .eps = eps},
                        stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("y"),
-      py::arg("scale"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
-      py::arg("added") = 0, py::arg("sum") = 0, no_gil());
-  module.def(
-      "rms_norm_backward",
+      "x", "weight", "eps", "y", "scale", "rows", "width", "dtype", "stream", py::arg("added") = 0,
+      py::arg("sum") = 0);
+  def_kernel(
+      module, "rms_norm_backward",
       [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
          uintptr_t grad_weight, uintptr_t partial_sums, int64_t rows, int64_t width,
          std::string_view dtype, uintptr_t stream, uintptr_t grad_sum) {
@@ -58,14 +55,13 @@ void bind_rms_norm(py::module_& module) {
                                  .width = width},
                                 stream_handle(stream));
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("weight"), py::arg("scale"),
-      py::arg("grad_x"), py::arg("grad_weight"), py::arg("partial_sums"), py::arg("rows"),
-      py::arg("width"), py::arg("dtype"), py::arg("stream"), py::arg("grad_sum") = 0, no_gil());
+      "grad_y", "x", "weight", "scale", "grad_x", "grad_weight", "partial_sums", "rows", "width",
+      "dtype", "stream", py::arg("grad_sum") = 0);
 }
 
 void bind_rotation(py::module_& module) {
-  module.def(
-      "split_and_rotate",
+  def_kernel(
+      module, "split_and_rotate",
       [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
          int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
          int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
@@ -87,19 +83,16 @@ void bind_rotation(py::module_& module) {
                                 .backward = backward},
                                stream_handle(stream));
       },
-      py::kw_only(), py::arg("qkv"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
-      py::arg("sin"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
-      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
-      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("stream"),
-      no_gil());
+      "qkv", "q", "k", "v", "cos", "sin", "num_tokens", "batch", "num_groups", "q_per_kv",
+      "head_dim", "num_rotated", "position_per_sample", "backward", "dtype", "stream");
 }
 
 void bind_normed_rotation(py::module_& module) {
   module.attr("MAX_NORMED_HEAD_BYTES") = cuda::kMaxNormedHeadBytes;
   module.def("norm_rotate_partial_rows", &cuda::norm_rotate_partial_rows, py::kw_only(),
              py::arg("num_heads"));
-  module.def(
-      "norm_and_rotate",
+  def_kernel(
+      module, "norm_and_rotate",
       [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
          uintptr_t grad_q_weight, uintptr_t grad_k_weight, uintptr_t partial_sums,
@@ -131,18 +124,14 @@ void bind_normed_rotation(py::module_& module) {
                                .partial_sums = device_pointer<float>(partial_sums)},
                               stream_handle(stream));
       },
-      py::kw_only(), py::arg("qkv"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
-      py::arg("scale"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"), py::arg("sin"),
-      py::arg("grad_qkv"), py::arg("grad_q_weight"), py::arg("grad_k_weight"),
-      py::arg("partial_sums"), py::arg("num_tokens"), py::arg("batch"), py::arg("num_groups"),
-      py::arg("q_per_kv"), py::arg("head_dim"), py::arg("num_rotated"),
-      py::arg("position_per_sample"), py::arg("backward"), py::arg("dtype"), py::arg("stream"),
-      no_gil());
+      "qkv", "q_weight", "k_weight", "eps", "scale", "q", "k", "v", "cos", "sin", "grad_qkv",
+      "grad_q_weight", "grad_k_weight", "partial_sums", "num_tokens", "batch", "num_groups",
+      "q_per_kv", "head_dim", "num_rotated", "position_per_sample", "backward", "dtype", "stream");
 }
 
 void bind_dropout(py::module_& module) {
-  module.def(
-      "dropout",
+  def_kernel(
+      module, "dropout",
       [](uintptr_t x, uintptr_t sample_ids, uintptr_t positions, uintptr_t key, int64_t key_value,
          uintptr_t y, int64_t sequence, int64_t batch, int64_t width, int64_t threshold,
          float factor, std::string_view dtype, uintptr_t stream) {
@@ -156,9 +145,8 @@ void bind_dropout(py::module_& module) {
                        .rule = {sequence, batch, width, threshold, factor}},
                       stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("sample_ids"), py::arg("positions"), py::arg("key"),
-      py::arg("key_value"), py::arg("y"), py::arg("sequence"), py::arg("batch"), py::arg("width"),
-      py::arg("threshold"), py::arg("factor"), py::arg("dtype"), py::arg("stream"), no_gil());
+      "x", "sample_ids", "positions", "key", "key_value", "y", "sequence", "batch", "width",
+      "threshold", "factor", "dtype", "stream");
 }
 
 // Defines a function of its own arguments, whose keywords are `names`, a rule and a stream.
@@ -167,8 +155,8 @@ void def_with_rule(py::module_& module,
                    const char* name,
                    void (*call)(const moe::RouterRule&, cudaStream_t, Own...),
                    const Names&... names) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [call](Own... own, int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_pools,
              bool is_sigmoid, bool softmax_after_top_k, bool normalize, float scaling,
              uintptr_t stream) {
@@ -176,9 +164,8 @@ void def_with_rule(py::module_& module,
               scaling},
              stream_handle(stream), own...);
       },
-      py::kw_only(), py::arg(names)..., py::arg("num_tokens"), py::arg("num_experts"),
-      py::arg("top_k"), py::arg("num_pools"), py::arg("is_sigmoid"), py::arg("softmax_after_top_k"),
-      py::arg("normalize"), py::arg("scaling"), py::arg("stream"), no_gil());
+      names..., "num_tokens", "num_experts", "top_k", "num_pools", "is_sigmoid",
+      "softmax_after_top_k", "normalize", "scaling", "stream");
 }
 
 void bind_router(py::module_& module) {

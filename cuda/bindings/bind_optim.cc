@@ -8,8 +8,8 @@ namespace py = pybind11;
 namespace megacore::bindings {
 
 void bind_optim(py::module_& module) {
-  module.def(
-      "adamw_step",
+  def_kernel(
+      module, "adamw_step",
       [](uintptr_t param, uintptr_t grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
          uintptr_t copy_out, bool copy_is_float16, int64_t numel, double lr, double beta1,
          double beta2, double eps, double weight_decay, double bias_correction1,
@@ -32,13 +32,11 @@ void bind_optim(py::module_& module) {
                           .control = device_pointer<const buffer::StepControl>(control)},
                          stream_handle(stream));
       },
-      py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-      py::arg("copy_out"), py::arg("copy_is_float16"), py::arg("numel"), py::arg("lr"),
-      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-      py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("grad_scale"),
-      py::arg("control"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "decide_step",
+      "param", "grad", "exp_avg", "exp_avg_sq", "copy_out", "copy_is_float16", "numel", "lr",
+      "beta1", "beta2", "eps", "weight_decay", "bias_correction1", "bias_correction2", "grad_scale",
+      "control", "stream");
+  def_kernel(
+      module, "decide_step",
       [](uintptr_t state, uintptr_t sums, uintptr_t control, double beta1, double beta2,
          double clip_grad, double loss_scale_interval, double num_averaged, uintptr_t stream) {
         cuda::decide_step(device_pointer<buffer::StepState>(state),
@@ -51,9 +49,8 @@ void bind_optim(py::module_& module) {
                            .num_averaged = num_averaged},
                           stream_handle(stream));
       },
-      py::kw_only(), py::arg("state"), py::arg("sums"), py::arg("control"), py::arg("beta1"),
-      py::arg("beta2"), py::arg("clip_grad"), py::arg("loss_scale_interval"),
-      py::arg("num_averaged"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "state", "sums", "control", "beta1", "beta2", "clip_grad", "loss_scale_interval",
+      "num_averaged", "stream");
 }
 
 }  // namespace megacore::bindings

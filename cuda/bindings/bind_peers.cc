@@ -73,16 +73,14 @@ void define(py::module_& module,
             const char* name,
             void (*call)(const PeerView&, cudaStream_t, Own...),
             const Names&... names) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [call](uintptr_t memory, uintptr_t state, int64_t num_members, int64_t position,
              const Sizes& layout, double timeout_s, Own... own, uintptr_t stream) {
         call(view_of(memory, state, num_members, position, layout, timeout_s),
              stream_handle(stream), own...);
       },
-      py::kw_only(), py::arg("memory"), py::arg("state"), py::arg("num_members"),
-      py::arg("position"), py::arg("layout"), py::arg("timeout_s"), py::arg(names)...,
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "memory", "state", "num_members", "position", "layout", "timeout_s", names..., "stream");
 }
 
 void bind_counts(py::module_& module) {
@@ -123,8 +121,8 @@ void bind_counts(py::module_& module) {
 void bind_map(py::module_& module) {
   module.def("peer_sort_numel", &cuda::peer_sort_numel, py::kw_only(), py::arg("num_tokens"),
              py::arg("num_choices"), py::arg("num_experts"));
-  module.def(
-      "peer_map_copies",
+  def_kernel(
+      module, "peer_map_copies",
       [](uintptr_t experts, int64_t num_tokens, int64_t num_choices, uintptr_t sorted,
          uintptr_t workspace, uintptr_t shift, uintptr_t members, int64_t num_experts,
          int64_t num_parts, int64_t repeats, int64_t capacity, uintptr_t row_map,
@@ -141,10 +139,8 @@ void bind_map(py::module_& module) {
                               device_pointer<int64_t>(sorted), device_pointer<int32_t>(workspace),
                               device_pointer<int64_t>(row_map), stream_handle(stream));
       },
-      py::kw_only(), py::arg("experts"), py::arg("num_tokens"), py::arg("num_choices"),
-      py::arg("sorted"), py::arg("workspace"), py::arg("shift"), py::arg("members"),
-      py::arg("num_experts"), py::arg("num_parts"), py::arg("repeats"), py::arg("capacity"),
-      py::arg("row_map"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "experts", "num_tokens", "num_choices", "sorted", "workspace", "shift", "members",
+      "num_experts", "num_parts", "repeats", "capacity", "row_map", "stream");
 }
 
 // The way of rows that belong to this member's tokens: what they are, then where their copies lie.

@@ -13,8 +13,8 @@ namespace megacore::bindings {
 namespace {
 
 void bind_echo_counts(py::module_& module) {
-  module.def(
-      "count_plan",
+  def_kernel(
+      module, "count_plan",
       [](uintptr_t sums, uintptr_t slot_expert, uintptr_t rerouted, uintptr_t load_before,
          uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
          int64_t num_ranks, int64_t num_experts, int64_t num_slots, uintptr_t stream) {
@@ -28,28 +28,24 @@ void bind_echo_counts(py::module_& module) {
             device_pointer<const int64_t>(copies_of_place), device_pointer<int64_t>(copies),
             device_pointer<double>(sums), stream_handle(stream));
       },
-      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("rerouted"),
-      py::arg("load_before"), py::arg("summary"), py::arg("elapsed_ns"), py::arg("copies_of_place"),
-      py::arg("copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_slots"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "count_held",
+      "sums", "slot_expert", "rerouted", "load_before", "summary", "elapsed_ns", "copies_of_place",
+      "copies", "num_ranks", "num_experts", "num_slots", "stream");
+  def_kernel(
+      module, "count_held",
       [](uintptr_t sums, uintptr_t slot_expert, int64_t numel, int64_t first, int64_t end,
          int64_t num_bytes, uintptr_t stream) {
         cuda::count_held(device_pointer<const int64_t>(slot_expert), numel, first, end, num_bytes,
                          device_pointer<double>(sums), stream_handle(stream));
       },
-      py::kw_only(), py::arg("sums"), py::arg("slot_expert"), py::arg("numel"), py::arg("first"),
-      py::arg("end"), py::arg("num_bytes"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      "sums", "slot_expert", "numel", "first", "end", "num_bytes", "stream");
 }
 
 }  // namespace
 
 void bind_plan(py::module_& module) {
   bind_echo_counts(module);
-  module.def(
-      "plan_offload",
+  def_kernel(
+      module, "plan_offload",
       [](uintptr_t counts, int64_t num_ranks, int64_t num_experts, int64_t num_spare_slots,
          const std::string& planner, int64_t tolerance_per_million,
          int64_t min_imbalance_per_million, int64_t domain_size, uintptr_t slot_expert,
@@ -72,13 +68,11 @@ void bind_plan(py::module_& module) {
                             .elapsed_ns = device_pointer<int64_t>(elapsed_ns)},
                            stream_handle(stream));
       },
-      py::kw_only(), py::arg("counts"), py::arg("num_ranks"), py::arg("num_experts"),
-      py::arg("num_spare_slots"), py::arg("planner"), py::arg("tolerance_per_million"),
-      py::arg("min_imbalance_per_million"), py::arg("domain_size"), py::arg("slot_expert"),
-      py::arg("rerouted"), py::arg("load_before"), py::arg("load_after"), py::arg("summary"),
-      py::arg("elapsed_ns"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "reroute",
+      "counts", "num_ranks", "num_experts", "num_spare_slots", "planner", "tolerance_per_million",
+      "min_imbalance_per_million", "domain_size", "slot_expert", "rerouted", "load_before",
+      "load_after", "summary", "elapsed_ns", "stream");
+  def_kernel(
+      module, "reroute",
       [](uintptr_t expert_of, uintptr_t row_map, uintptr_t counts, int64_t numel, int64_t num_ranks,
          int64_t num_experts, int64_t num_spare_slots, uintptr_t total, uintptr_t first,
          uintptr_t slot_expert, uintptr_t tokens, uintptr_t place_of, uintptr_t stream) {
@@ -96,10 +90,8 @@ void bind_plan(py::module_& module) {
                        .place_of = device_pointer<int64_t>(place_of)},
                       stream_handle(stream));
       },
-      py::kw_only(), py::arg("expert_of"), py::arg("row_map"), py::arg("counts"), py::arg("numel"),
-      py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_spare_slots"), py::arg("total"),
-      py::arg("first"), py::arg("slot_expert"), py::arg("tokens"), py::arg("place_of"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "expert_of", "row_map", "counts", "numel", "num_ranks", "num_experts", "num_spare_slots",
+      "total", "first", "slot_expert", "tokens", "place_of", "stream");
 }
 
 }  // namespace megacore::bindings

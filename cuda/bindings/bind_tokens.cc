@@ -18,8 +18,8 @@ using moe::Activation;
 void bind_permutation(py::module_& module) {
   module.def("sort_workspace_numel", &cuda::sort_workspace_numel, py::kw_only(), py::arg("numel"),
              py::arg("num_experts"));
-  module.def(
-      "sort_by_expert",
+  def_kernel(
+      module, "sort_by_expert",
       [](uintptr_t expert_of, int64_t numel, int64_t num_experts, uintptr_t row_map,
          uintptr_t tokens_per_expert, uintptr_t workspace, uintptr_t stream) {
         cuda::sort_by_expert({.expert_of = device_pointer<const int64_t>(expert_of),
@@ -30,9 +30,7 @@ void bind_permutation(py::module_& module) {
                               .workspace = device_pointer<int32_t>(workspace)},
                              stream_handle(stream));
       },
-      py::kw_only(), py::arg("expert_of"), py::arg("numel"), py::arg("num_experts"),
-      py::arg("row_map"), py::arg("tokens_per_expert"), py::arg("workspace"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
+      "expert_of", "numel", "num_experts", "row_map", "tokens_per_expert", "workspace", "stream");
 }
 
 // Defines an operation on arrays, whose keywords are `names`, and a row map.
@@ -41,8 +39,8 @@ void def_row_operation(py::module_& module,
                        const char* name,
                        void (*run)(const cuda::RowMap&, FloatType, cudaStream_t, Arrays...),
                        const Names&... names) {
-  module.def(
-      name,
+  def_kernel(
+      module, name,
       [run](Arrays... arrays, uintptr_t row_map, int64_t num_tokens, int64_t num_choices,
             int64_t num_rows, int64_t width, std::string_view dtype, uintptr_t stream) {
         run({.rows = device_pointer<const int64_t>(row_map),
@@ -52,9 +50,7 @@ void def_row_operation(py::module_& module,
              .width = width},
             float_type(dtype), stream_handle(stream), arrays...);
       },
-      py::kw_only(), py::arg(names)..., py::arg("row_map"), py::arg("num_tokens"),
-      py::arg("num_choices"), py::arg("num_rows"), py::arg("width"), py::arg("dtype"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      names..., "row_map", "num_tokens", "num_choices", "num_rows", "width", "dtype", "stream");
 }
 
 void bind_rows(py::module_& module) {
@@ -98,8 +94,8 @@ void bind_rows(py::module_& module) {
 }
 
 void bind_top_k(py::module_& module) {
-  module.def(
-      "top_k",
+  def_kernel(
+      module, "top_k",
       [](uintptr_t scores, int64_t rows, int64_t columns, int64_t k, uintptr_t chosen,
          uintptr_t stream) {
         cuda::top_k({.scores = device_pointer<const float>(scores),
@@ -109,14 +105,13 @@ void bind_top_k(py::module_& module) {
                      .chosen = device_pointer<int64_t>(chosen)},
                     stream_handle(stream));
       },
-      py::kw_only(), py::arg("scores"), py::arg("rows"), py::arg("columns"), py::arg("k"),
-      py::arg("chosen"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "scores", "rows", "columns", "k", "chosen", "stream");
 }
 
 template <Activation kKind>
 void bind_activation(py::module_& module, const char* forward, const char* backward) {
-  module.def(
-      forward,
+  def_kernel(
+      module, forward,
       [](uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows, int64_t rows, int64_t width,
          std::string_view dtype, uintptr_t stream) {
         cuda::activate({.kind = kKind,
@@ -129,11 +124,9 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
                         .width = width},
                        stream_handle(stream));
       },
-      py::kw_only(), py::arg("x"), py::arg("probs"), py::arg("y"), py::arg("num_rows"),
-      py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      backward,
+      "x", "probs", "y", "num_rows", "rows", "width", "dtype", "stream");
+  def_kernel(
+      module, backward,
       [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
          uintptr_t num_rows, int64_t rows, int64_t width, std::string_view dtype,
          uintptr_t stream) {
@@ -149,15 +142,14 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
                                  .width = width},
                                 stream_handle(stream));
       },
-      py::kw_only(), py::arg("grad_y"), py::arg("x"), py::arg("probs"), py::arg("grad_x"),
-      py::arg("grad_probs"), py::arg("num_rows"), py::arg("rows"), py::arg("width"),
-      py::arg("dtype"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "grad_y", "x", "probs", "grad_x", "grad_probs", "num_rows", "rows", "width", "dtype",
+      "stream");
 }
 
 void bind_norm(py::module_& module) {
   module.attr("SUM_BLOCKS") = cuda::kSumBlocks;
-  module.def(
-      "sum_of_squares",
+  def_kernel(
+      module, "sum_of_squares",
       [](uintptr_t values, int64_t numel, std::string_view dtype, uintptr_t partial_sums,
          uintptr_t total, uintptr_t stream) {
         cuda::sum_of_squares({.values = device_pointer<const void>(values),
@@ -167,8 +159,7 @@ void bind_norm(py::module_& module) {
                               .total = device_pointer<double>(total)},
                              stream_handle(stream));
       },
-      py::kw_only(), py::arg("values"), py::arg("numel"), py::arg("dtype"), py::arg("partial_sums"),
-      py::arg("total"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      "values", "numel", "dtype", "partial_sums", "total", "stream");
 }
 
 }  // namespace

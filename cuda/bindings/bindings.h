@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "def_kernel.h"
 #include "megacore/base/check.h"
 #include "megacore/cuda/float_type.h"
 
