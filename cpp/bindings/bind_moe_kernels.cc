@@ -112,7 +112,7 @@ void bind_echo_counts(py::module_& module) {
          uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
          int64_t num_ranks, int64_t num_experts, int64_t num_slots) {
         moe::count_plan(
-            {.num_ranks = num_ranks, .num_experts = num_experts, .num_slots = num_slots},
+            {.num_ranks = num_ranks, .num_experts = num_experts, .num_spare_slots = num_slots},
             {.load_before = pointer<const int64_t>(load_before),
              .rerouted = pointer<const int64_t>(rerouted),
              .summary = pointer<const int64_t>(summary),
