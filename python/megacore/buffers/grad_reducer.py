@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from megacore._core import BucketTracker
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
@@ -48,7 +49,7 @@ class GradReducer:
         for buffer in buffers:
             offset = offsets[id(buffer)] = len(self._infos)
             self._infos += [info for info, _ in buffer.params]
-            buffer.on_grad(weakly(self._on_grad, offset))
+            buffer.on_grad(forward_grads(self, offset))
         members = [
             [offsets[id(buffer)] + index for index in buffer.plan.buckets[bucket].param_indices]
             for buffer, bucket in self._buckets
@@ -156,16 +157,16 @@ def buckets_in_backward_order(
     return [(buffers[number], index) for _, number, index in sorted(keyed)]
 
 
-def weakly(method: Callable[[int], None], offset: int) -> Callable[[int], None]:
-    """Return a callback that calls a method, while its object exists, with its index + ``offset``.
+def forward_grads(receiver: Any, offset: int) -> Callable[[int], None]:
+    """Return a callback that calls ``receiver._on_grad`` with its index + ``offset``.
 
-    A strong reference would make a reference cycle of parameters and buffers.
+    The reference is weak: a strong one would make a cycle of parameters and buffers.
     """
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(receiver)
 
-    def callback(index: int) -> None:
+    def on_grad(index: int) -> None:
         target = reference()
         if target is not None:
-            target(offset + index)
+            target._on_grad(offset + index)
 
-    return callback
+    return on_grad

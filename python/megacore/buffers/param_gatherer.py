@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from megacore.buffers.grad_reducer import buckets_in_backward_order, weakly
+from megacore.buffers.grad_reducer import buckets_in_backward_order, forward_grads
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.errors import MegacoreError
 from megacore.parallel.async_collectives import PendingCollective
@@ -56,7 +56,7 @@ class ParamGatherer:
                     self._bucket_of[offset + index] = places[id(buffer), bucket_index]
             for index, (_, param) in enumerate(buffer.params):
                 params[id(param)] = offset + index
-            buffer.on_grad(weakly(self._on_grad, offset))
+            buffer.on_grad(forward_grads(self, offset))
         self._called = [0] * len(self._names)
         self._hook(modules, params)
 
