@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 #include "megacore/base/check.h"
-#include "megacore/moe/permutation.h"
+#include "megacore/moe/router.h"
 
 namespace megacore::decode {
 namespace {
@@ -244,8 +244,20 @@ class Decoder {
 
   Floats experts(const Layer& layer, const Floats& x) const {
     const Experts& part = layer.experts;
+    Floats logits = floats(rows_ * part.num_experts);
+    project(part.router, x, logits);
     std::vector<int64_t> chosen(static_cast<size_t>(rows_ * part.top_k));
-    const Floats weights = route(part, x, chosen);
+    Floats weights = floats(rows_ * part.top_k);
+    moe::route(logits.data(), part.selection_bias, false,
+               {.num_tokens = rows_,
+                .num_experts = part.num_experts,
+                .top_k = part.top_k,
+                .num_pools = 1,
+                .is_sigmoid = part.is_sigmoid,
+                .softmax_after_top_k = part.softmax_after_top_k,
+                .normalize = part.normalize,
+                .scaling = part.scaling_factor},
+               {.probs = weights.data(), .ids = chosen.data()}, 1);
     Floats output = floats(rows_ * model_.hidden);
     for (int64_t copy = 0; copy < rows_ * part.top_k; ++copy) {
       const int64_t row = copy / part.top_k;
@@ -264,69 +276,6 @@ class Decoder {
       add(shared, output);
     }
     return output;
-  }
-
-  // Chooses the experts of each row and returns their weights, (B, top_k).
-  Floats route(const Experts& part, const Floats& x, std::vector<int64_t>& chosen) const {
-    Floats logits = floats(rows_ * part.num_experts);
-    project(part.router, x, logits);
-    Floats scores = logits;
-    for (int64_t row = 0; row < rows_; ++row) {
-      score_row(part, scores.data() + row * part.num_experts, part.num_experts);
-    }
-    Floats ranked = part.softmax_after_top_k ? logits : scores;
-    for (size_t i = 0; part.selection_bias != nullptr && i < ranked.size(); ++i) {
-      ranked[i] += part.selection_bias[i % static_cast<size_t>(part.num_experts)];
-    }
-    moe::top_k(ranked.data(), rows_, part.num_experts, part.top_k, chosen.data(), 1);
-    Floats weights = floats(rows_ * part.top_k);
-    const Floats& source = part.softmax_after_top_k ? logits : scores;
-    for (int64_t row = 0; row < rows_; ++row) {
-      float* mine = weights.data() + row * part.top_k;
-      for (int64_t j = 0; j < part.top_k; ++j) {
-        const int64_t expert = chosen[static_cast<size_t>(row * part.top_k + j)];
-        mine[j] = source[static_cast<size_t>(row * part.num_experts + expert)];
-      }
-      weigh(part, mine);
-    }
-    return weights;
-  }
-
-  static void score_row(const Experts& part, float* scores, int64_t count) {
-    if (!part.is_sigmoid) {
-      softmax(scores, count);
-      return;
-    }
-    for (int64_t e = 0; e < count; ++e) {
-      scores[e] = sigmoid(scores[e]);
-    }
-  }
-
-  static void softmax(float* scores, int64_t count) {
-    const float highest = *std::max_element(scores, scores + count);
-    float sum = 0.0F;
-    for (int64_t e = 0; e < count; ++e) {
-      scores[e] = std::exp(scores[e] - highest);
-      sum += scores[e];
-    }
-    for (int64_t e = 0; e < count; ++e) {
-      scores[e] /= sum;
-    }
-  }
-
-  static void weigh(const Experts& part, float* weights) {
-    float divisor = 1.0F;
-    if (part.softmax_after_top_k) {
-      softmax(weights, part.top_k);
-    } else if (part.normalize) {
-      divisor = 1e-20F;
-      for (int64_t j = 0; j < part.top_k; ++j) {
-        divisor += weights[j];
-      }
-    }
-    for (int64_t j = 0; j < part.top_k; ++j) {
-      weights[j] = weights[j] / divisor * part.scaling_factor;
-    }
   }
 
   void add_expert(
