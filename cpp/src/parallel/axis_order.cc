@@ -2,26 +2,20 @@
 
 #include <algorithm>
 #include <cctype>
+#include <functional>
 #include <optional>
 
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/base/text.h"
 
 namespace megacore::parallel {
 namespace {
 
 using base::format_text;
 
-template <typename Names>
-std::string join(const Names& names, std::string_view separator) {
-  std::string text;
-  for (const auto& name : names) {
-    if (!text.empty()) {
-      text += separator;
-    }
-    text += name;
-  }
-  return text;
+std::string join(std::span<const std::string> names, std::string_view separator) {
+  return base::join(names, separator, std::identity());
 }
 
 std::string lower(std::string_view text) {

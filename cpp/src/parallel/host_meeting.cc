@@ -11,6 +11,7 @@
 #include "host_futex.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/base/text.h"
 
 namespace megacore::parallel {
 namespace {
@@ -29,15 +30,6 @@ std::string_view name_of(HostOp op) {
   constexpr std::array<std::string_view, 5> names = {"barrier", "all_reduce", "reduce_scatter",
                                                      "all_gather", "broadcast"};
   return names[static_cast<size_t>(op)];
-}
-
-template <typename Items, typename Text>
-std::string join(const Items& items, const Text& text) {
-  std::string joined;
-  for (const auto& item : items) {
-    joined += (joined.empty() ? "" : ", ") + text(item);
-  }
-  return joined;
 }
 
 }  // namespace
@@ -225,8 +217,8 @@ void HostMeeting::throw_failure() const {
   const std::string in_op =
       failure.op == call_.op ? "" : format_text(" in an earlier {}", name_of(failure.op));
   throw std::runtime_error(format_text("{} over ranks {} of this host {}{}", name_of(call_.op),
-                                       join(config_.ranks, rank_text), reason_text(failure.kind),
-                                       in_op));
+                                       base::join(config_.ranks, ", ", rank_text),
+                                       reason_text(failure.kind), in_op));
 }
 
 std::string HostMeeting::reason_text(HostFailureKind kind) const {
@@ -258,7 +250,7 @@ std::string HostMeeting::blamed_text() const {
       blamed.push_back(static_cast<int>(i));
     }
   }
-  return join(blamed, [this](int position) { return who(position); });
+  return base::join(blamed, ", ", [this](int position) { return who(position); });
 }
 
 }  // namespace megacore::parallel

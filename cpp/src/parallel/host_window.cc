@@ -12,6 +12,7 @@
 #include "host_futex.h"
 #include "megacore/base/check.h"
 #include "megacore/base/intmath.h"
+#include "megacore/base/text.h"
 #include "megacore/parallel/epochs.h"
 #include "megacore/parallel/host_process.h"
 
@@ -278,21 +279,17 @@ void HostWindow::throw_lost(int position, int64_t part, const char* what) const 
 }
 
 std::string HostWindow::who(const std::vector<int>& positions) const {
-  std::string text;
-  for (const int position : positions) {
-    text += format_text("{}rank {} (position {}, pid {})", text.empty() ? "" : ", ",
-                        config_.ranks[static_cast<size_t>(position)], position,
-                        member(position).pid.load());
-  }
-  return text;
+  return base::join(positions, ", ", [this](int position) {
+    return format_text("rank {} (position {}, pid {})",
+                       config_.ranks[static_cast<size_t>(position)], position,
+                       member(position).pid.load());
+  });
 }
 
 std::string HostWindow::about(int64_t part, const char* what) const {
-  std::string ranks;
-  for (const int rank : config_.ranks) {
-    ranks += format_text("{}{}", ranks.empty() ? "" : ", ", rank);
-  }
-  return format_text("{} {} over ranks {} of this host", what, part, ranks);
+  const auto rank_text = [](int rank) { return std::to_string(rank); };
+  return format_text("{} {} over ranks {} of this host", what, part,
+                     base::join(config_.ranks, ", ", rank_text));
 }
 
 }  // namespace megacore::parallel
