@@ -53,14 +53,14 @@ def move_clones(rank: int, num_ranks: int) -> int:
         for projection in (FC1, FC2):
             memory.push(projection, home_weights(rank, round_, projection), plan)
         for projection in (FC2, FC1):
-            clones = memory.weights(projection, plan)
+            clones = memory.wait_for_weights(projection, plan)
             for slot, expert in enumerate(held[rank]):
                 if expert >= 0:
                     home = home_weights(expert // LOCAL, round_, projection)
                     assert torch.equal(clones[slot], home[expert % LOCAL])
                     num_clones += 1
         for projection in (FC2, FC1):
-            memory.grads(projection).copy_(clone_grads(rank, round_, projection))
+            memory.reserve_grads(projection).copy_(clone_grads(rank, round_, projection))
             memory.offer_grads(projection, plan)
             total = home_weights(rank, round_, projection)
             expected = total.clone()

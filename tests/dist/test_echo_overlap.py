@@ -13,7 +13,7 @@ from megacore.moe.echo.clones import LayerClones, set_of_turn
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.ops.echo_counts import EchoCounts
-from megacore.parallel.turns import InterleavedPair, running_place
+from megacore.parallel.turns import InterleavedPair, turn_index
 from megacore.plan.echo_estimate import estimate_echo
 from megacore.train.trainer import Trainer
 from tests.dist.test_echo import ECHO, skewed_trainer
@@ -85,7 +85,7 @@ class Log:
         run = getattr(kind, name)
 
         def logged(clones: LayerClones, *args: Any, **options: Any) -> None:
-            self.entries.append((name, running_place()))
+            self.entries.append((name, turn_index()))
             run(clones, *args, **options)
 
         monkeypatch.setattr(kind, name, logged)

@@ -90,7 +90,7 @@ class Team:
         for memory in self.memories:
             memory.join()
         return {
-            p: [memory.weights(p, plan).clone() for memory in self.memories]
+            p: [memory.wait_for_weights(p, plan).clone() for memory in self.memories]
             for p in reversed(homes)
         }
 
@@ -99,7 +99,7 @@ class Team:
     ) -> None:
         """Add gradients in the slots to the totals of the home experts."""
         for memory, each in zip(self.memories, grads, strict=True):
-            memory.grads(projection).copy_(each)
+            memory.reserve_grads(projection).copy_(each)
             memory.offer_grads(projection, plan)
         for memory, total in zip(self.memories, totals, strict=True):
             memory.collect(projection, total, plan)
@@ -248,9 +248,9 @@ def test_weights_that_nobody_pushed_are_not_ready(missing: int) -> None:
     pushed = FC1 + FC2 - missing
     here.push(pushed, team.homes(0, pushed)[0].cuda(), plan)
     _check_joined(here)
-    there.weights(pushed, plan)
+    there.wait_for_weights(pushed, plan)
     there.check()
-    there.weights(missing, plan)
+    there.wait_for_weights(missing, plan)
     with pytest.raises(PeerLostError, match=r"rank 0 did not send or receive .* within 0\.2 s"):
         there.check()
     # What comes of stale clones is not used, though no expert of this rank has a clone.
@@ -277,10 +277,10 @@ def test_gradients_that_nobody_collected_are_not_overwritten_silently() -> None:
     team = Team(2, SMALL, timeout_s=0.2)
     plan = clone_of_expert_0_on_rank_1()
     there = team.memories[1]
-    there.grads(FC1).zero_()
+    there.reserve_grads(FC1).zero_()
     there.offer_grads(FC1, plan)
     there.check()
-    there.grads(FC1)
+    there.reserve_grads(FC1)
     with pytest.raises(PeerLostError, match=r"did not send or receive .* within 0\.2 s"):
         there.check()
 

@@ -205,10 +205,11 @@ def _echo(context: ModelContext) -> Echo | None:
     placement = ExpertPlacement.of(groups, moe.num_experts)
     budget = None
     device = context.params.device
-    reaches_memory = device.type == "cpu"
+    # Processes of a host share memory in any case; memory of GPUs comes with that of `static`.
+    tries_memory = device.type == "cpu"
     if moe.dispatcher == "static":
         budget = ReceiveBudget(moe.receive_factor(placement.num_local), context.budget)
-        reaches_memory = context.peers is not None
+        tries_memory = context.peers is not None
     return Echo(
         placement,
         moe.echo,
@@ -216,7 +217,7 @@ def _echo(context: ModelContext) -> Echo | None:
         slots=context.slots,
         capacity=Capacity.of(moe, context.debug),
         budget=budget,
-        reaches_memory=reaches_memory,
+        tries_memory=tries_memory,
         device=device,
     )
 

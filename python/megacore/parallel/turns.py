@@ -131,13 +131,13 @@ def yield_turn() -> None:
         place[0].give(place[1])
 
 
-def running_place() -> int:
+def turn_index() -> int:
     """Return the index of the running function in its pair, 0 or 1; 0 without a pair.
 
     State that lives across turns and must not be shared is selected by this index.
 
     Example:
-        >>> InterleavedPair().run(running_place, running_place), running_place()
+        >>> InterleavedPair().run(turn_index, turn_index), turn_index()
         ((0, 1), 0)
     """
     place = _PLACE.get()

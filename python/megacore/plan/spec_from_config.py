@@ -53,7 +53,8 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
     optimizer, moe = config.optimizer, config.moe
     overlap = {
         "dp": optimizer.overlap == "all",
-        optimizer.overlap: optimizer.overlap in ("grads", "params"),
+        "grads": optimizer.overlap == "grads",
+        "params": optimizer.overlap == "params",
         "pp": pipeline.overlap_p2p,
         "ep": bool(pipeline.overlap_moe),
     }

@@ -238,7 +238,7 @@ class Trainer:
 
     @property
     def _reads_tokens(self) -> bool:
-        """Return whether this rank needs tokens or labels; an inner stage of MLPs does not."""
+        """Return whether this rank needs tokens or labels; inner dense layers do not."""
         if any(
             not isinstance(chunk, GPTChunk) or chunk.embedding or chunk.head or chunk.predictions
             for chunk in self.chunks

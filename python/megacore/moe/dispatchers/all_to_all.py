@@ -1,7 +1,8 @@
 """The dispatchers that exchange rows by all-to-all: ``alltoall`` and ``static``.
 
-Shapes: T tokens of this rank, k experts per token, L experts of this rank, G members of the group,
-M rows that arrive, R rows per member of a static buffer.
+Shapes: T tokens of this rank, k experts per token, H features, E experts, L experts of this rank, G
+members of the group, P parts that the experts are divided into, M rows that arrive, R rows per
+member of a static buffer.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class StaticDispatcher(_ExchangeDispatcher):
         if self._receive_rows is not None:
             most = num_tokens * min(top_k, self.placement.num_local)
             return min(most, self._receive_rows(num_tokens, top_k))
-        return rows_per_member(num_tokens, top_k, self.placement, self.budget, self.capacity)
+        return buffer_rows(num_tokens, top_k, self.placement, self.budget, self.capacity)
 
     def _rows_in_part(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
         """Compute the row of each copy in its member's buffer (-1: full) and the buffer's rows."""
@@ -285,7 +286,7 @@ class StaticDispatcher(_ExchangeDispatcher):
         return torch.where(expert_GR < num_local, expert_GR, -1).flatten()
 
 
-def rows_per_member(
+def buffer_rows(
     num_tokens: int,
     top_k: int,
     placement: ExpertPlacement,
@@ -312,7 +313,7 @@ def static_receive_rows(
 ) -> Callable[[int, int], int]:
     """Build the map from (tokens of a member, copies per token) to a rank's total buffer rows."""
     return lambda num_tokens, top_k: (
-        placement.group.size * rows_per_member(num_tokens, top_k, placement, budget, capacity)
+        placement.group.size * buffer_rows(num_tokens, top_k, placement, budget, capacity)
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore._core import PEER_SLOTS, PeerLayout
 from megacore.moe.dispatchers.base import ExpertPlacement
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import running_place
+from megacore.parallel.turns import turn_index
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,11 +153,11 @@ class Peers(ABC):
         )
 
     def _keep_reserved(self, pull: PendingPull) -> PendingPull:
-        self._reserved[running_place()] = pull
+        self._reserved[turn_index()] = pull
         return pull
 
     def _starts_reserved(self, pull: PendingPull) -> None:
-        reserved = self._reserved.pop(running_place(), None)
+        reserved = self._reserved.pop(turn_index(), None)
         assert reserved is pull, "nothing is exchanged between a reservation and its start"
 
     def _abandon_reserved(self) -> None:
@@ -167,7 +167,7 @@ class Peers(ABC):
         between a product that writes to a slot and the pull. A pull of nothing then keeps others
         from writing to the slot before this rank's product has.
         """
-        pull = self._reserved.get(running_place())
+        pull = self._reserved.get(turn_index())
         if pull is not None:
             pull.copies = replace(pull.copies, rows=pull.copies.rows[:0])
             self.start_pull(pull, pull.rows, None, pull.rows[:0], None)

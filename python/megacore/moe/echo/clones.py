@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from megacore.ops.gemm import input_grad_into, main_grad_of, product_into
-from megacore.parallel.turns import running_place
+from megacore.parallel.turns import turn_index
 
 FC1, FC2 = 0, 1
 
 _Set = TypeVar("_Set")
 # Returns memory for the rows of a product.
-Place: TypeAlias = Callable[[], Tensor] | None
+ResultMemory: TypeAlias = Callable[[], Tensor] | None
 
 
 def set_of_turn(sets: Sequence[_Set]) -> _Set:
@@ -40,13 +40,13 @@ def set_of_turn(sets: Sequence[_Set]) -> _Set:
     Raises:
         ValueError: If two microbatches are interleaved, but there is only one set.
     """
-    place = running_place()
-    if place >= len(sets):
+    index = turn_index()
+    if index >= len(sets):
         raise ValueError(
             f"two microbatches are computed in turns, but spare slots have {len(sets)} set; make "
             "them with SlotBuffers(num_slots, num_sets=2)"
         )
-    return sets[place]
+    return sets[index]
 
 
 class LayerClones(ABC):
@@ -80,19 +80,19 @@ class LayerClones(ABC):
         *,
         clear_padding: bool = True,
         expected_rows: int = 0,
-        out: Place = None,
-        grad_out: Place = None,
+        out: ResultMemory = None,
+        grad_out: ResultMemory = None,
     ) -> Tensor:
         """Multiply rows of home experts and clones, ``(M, K)``, by their weights: ``(M, N)``.
 
         Clones are computed last, so their weights may be in flight while home experts are computed.
-        For the hints, of which ``expected_rows`` is the same for all projections, and the places of
+        For the hints, of which ``expected_rows`` is the same for all projections, and the memory of
         the result and the gradient see :func:`megacore.ops.grouped_gemm`.
         """
         self.expected_rows = expected_rows
-        weight, places = self._weights[projection], (out, grad_out)
+        weight, memory = self._weights[projection], (out, grad_out)
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            rows, weight, m_splits, self, projection, clear_padding, places
+            rows, weight, m_splits, self, projection, clear_padding, memory
         )
         return result
 
@@ -213,12 +213,12 @@ class _Product(torch.autograd.Function):
         clones: LayerClones,
         projection: int,
         clear_padding: bool,
-        places: tuple[Place, Place],
+        memory: tuple[ResultMemory, ResultMemory],
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, m_splits)
         ctx.clones, ctx.projection = clones, projection
         ctx.clear_padding = clear_padding
-        out, ctx.grad_out = places
+        out, ctx.grad_out = memory
         num_local = weight.shape[0]
         hints = clear_padding, clones.expected_rows
         result = product_into(out, rows, weight, m_splits[:num_local], *hints)

@@ -101,7 +101,7 @@ class Echo:
         slots: Memory for clones, shared by all layers.
         capacity: Limit of the copies per expert, applied before rerouting.
         budget: Limit of the rows that a rank can receive; ``None`` for no limit.
-        reaches_memory: Whether clones are exchanged through memory of all ranks, if they can access
+        tries_memory: Whether clones are exchanged through memory of all ranks, if they can access
             it. With a budget, the dispatcher uses that memory too and drops copies that exceed it.
         device: Device of the tokens.
 
@@ -119,7 +119,7 @@ class Echo:
         slots: SlotBuffers,
         capacity: Capacity | None = None,
         budget: ReceiveBudget | None = None,
-        reaches_memory: bool = False,
+        tries_memory: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.placement = placement
@@ -131,7 +131,7 @@ class Echo:
         self.slots = slots
         self._capacity = capacity
         self._budget = budget
-        self._reaches_memory = reaches_memory
+        self._tries_memory = tries_memory
 
     def plan(self, routing: Routing, dispatcher: Dispatcher) -> EchoDispatchPlan:
         """Choose clones, reroute copies to them, and plan the dispatch.
@@ -166,7 +166,7 @@ class Echo:
             Waits for the device if clones are sent as messages: if ranks cannot access each other's
             memory, and on GPUs with all dispatchers except ``static``.
         """
-        if self._reaches_memory:
+        if self._tries_memory:
             fc1, fc2 = (w.detach().flatten(1, -2) for w in (experts.fc1, experts.fc2))
             sets = self.slots.memory(self._ep, fc1, fc2)
             if sets:
@@ -254,7 +254,7 @@ class Echo:
 
     def _fit(self, place_ids: Tensor) -> Tensor:
         """Drop copies beyond their rank's rows: the last copies of the last places."""
-        if self.receive_rows is None or self._reaches_memory or self._always_fits:
+        if self.receive_rows is None or self._tries_memory or self._always_fits:
             return place_ids
         rows = self.receive_rows(*place_ids.shape)
         group, places = self.places.group, self.places

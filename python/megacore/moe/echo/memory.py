@@ -98,14 +98,14 @@ class CloneMemory(ABC):
         """Write home experts, ``(L, N, K)``, to the slots of their clones in the plan."""
 
     @abstractmethod
-    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+    def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Wait for the clones, ``(k, N, K)``; contents of unused slots are undefined."""
 
     def join(self) -> None:  # noqa: B027
         """Make subsequent work wait for this rank's own pushes."""
 
     @abstractmethod
-    def grads(self, projection: int) -> Tensor:
+    def reserve_grads(self, projection: int) -> Tensor:
         """Reserve the gradient buffers, ``(k, N, K)``; waits until their last use was collected."""
 
     @abstractmethod
@@ -171,13 +171,13 @@ class HostCloneMemory(CloneMemory):
             projection=projection, weights=weights.data_ptr(), table=self._table(plan)
         )
 
-    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+    def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Wait until all ranks have pushed. See `CloneMemory`."""
         del plan
         self._native.wait_for_weights(projection)
         return self._slots[projection, False]
 
-    def grads(self, projection: int) -> Tensor:
+    def reserve_grads(self, projection: int) -> Tensor:
         """Wait until all ranks have collected. See `CloneMemory`."""
         self._native.reserve_grads(projection)
         return self._slots[projection, True]
@@ -262,13 +262,13 @@ class DeviceCloneMemory(CloneMemory):
         weights.record_stream(self._side)
         plan.slot_expert.record_stream(self._side)
 
-    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+    def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Wait on the device, after the home experts' computation. See `CloneMemory`."""
         self.join()
         self._launch("clones_wait", projection, plan)
         return self._slots[projection, False]
 
-    def grads(self, projection: int) -> Tensor:
+    def reserve_grads(self, projection: int) -> Tensor:
         """See `CloneMemory`."""
         self._launch("clones_reserve_grads", projection)
         return self._slots[projection, True]

@@ -41,10 +41,10 @@ class SourceRow:
 
 
 def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, Tensor]:
-    """Compute the place of each copy and its weight there.
+    """Compute the place of each copy; weights keep their positions.
 
     Copies of an expert are counted in the order of ``expert_ids``, and the copies for each clone
-    are spread evenly over that order. The gradient of the weights follows the same map.
+    are spread evenly over that order. Weights without a copy become 0.
 
     Args:
         expert_ids: Expert of each copy, ``(T, k)``, int64; -1 for no copy.

@@ -68,7 +68,7 @@ class MemoryClones(LayerClones):
         is_backward: bool,
     ) -> None:
         """See `LayerClones`."""
-        clones = self._filled.weights(projection, self._plan)
+        clones = self._filled.wait_for_weights(projection, self._plan)
         first, splits = self._split(m_splits, num_local)
         product = part_input_grad_ if is_backward else part_product_
         product(rows, clones, splits, first, out, self.expected_rows)
@@ -78,7 +78,7 @@ class MemoryClones(LayerClones):
     ) -> None:
         """See `LayerClones`."""
         self._filled.join()
-        grads = self._sets[0].grads(projection)
+        grads = self._sets[0].reserve_grads(projection)
         num_local = like.shape[0]
         first, splits = self._split(m_splits, num_local)
         part_weight_grad_(grad, rows, splits, first, grads, self.expected_rows)

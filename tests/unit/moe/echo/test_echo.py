@@ -336,7 +336,7 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     first = DeviceCloneMemory(group, 1, fc1, fc2)
     second = DeviceCloneMemory(group, 1, fc1, fc2, beside=first)
     for memory in (first, second):
-        memory.weights(FC1, plan)
+        memory.wait_for_weights(FC1, plan)
     assert guarded == [stream.device] * 2, "kernels run on the device of the memory"
     assert [arguments["timeout_s"] for arguments in launched] == [pytest.approx(1 / 3)] * 2
     assert launched[0]["failure"] == launched[1]["failure"] != 0

@@ -166,12 +166,12 @@ class MetaCloneMemory(CloneMemory):
         assert plan.slot_expert.shape == (PLACEMENT.ep_size, SLOTS)
         self.asked.append(f"push {projection}")
 
-    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+    def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         assert plan.slot_expert.device.type == "meta"
         self.asked.append(f"weights {projection}")
         return self._slots(projection, self._dtype)
 
-    def grads(self, projection: int) -> Tensor:
+    def reserve_grads(self, projection: int) -> Tensor:
         self.asked.append(f"grads {projection}")
         return self._slots(projection, self._grad_dtype)
 
@@ -191,12 +191,12 @@ class MetaCloneMemory(CloneMemory):
 class ReadingMemory(MetaCloneMemory):
     """Asks the host which slots are in use."""
 
-    def weights(self, projection: int, plan: DevicePlan) -> Tensor:
+    def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         (plan.slot_expert >= 0).any().item()
-        return super().weights(projection, plan)
+        return super().wait_for_weights(projection, plan)
 
 
-def make_echo_layer(case: Case, options: EchoConfig, *, reaches_memory: bool = True) -> MoELayer:
+def make_echo_layer(case: Case, options: EchoConfig, *, tries_memory: bool = True) -> MoELayer:
     """A layer of which experts may have clones."""
     budget = StaticBudget(case.budget)
     echo = Echo(
@@ -206,7 +206,7 @@ def make_echo_layer(case: Case, options: EchoConfig, *, reaches_memory: bool = T
         slots=SlotBuffers(SLOTS),
         capacity=case.capacity,
         budget=ReceiveBudget(case.budget, budget),
-        reaches_memory=reaches_memory,
+        tries_memory=tries_memory,
         device=torch.device("meta"),
     )
     dispatcher = StaticDispatcher(echo.places, budget=budget, receive_rows=echo.receive_rows)
@@ -258,7 +258,7 @@ def test_clone_memory_that_asks_the_host_is_found_out(monkeypatch: pytest.Monkey
 
 def test_clones_as_messages_plan_without_waiting_and_are_found_out() -> None:
     with torch.device("meta"):
-        layer = make_echo_layer(CASES["tight budget"], ECHOES["balanced"], reaches_memory=False)
+        layer = make_echo_layer(CASES["tight budget"], ECHOES["balanced"], tries_memory=False)
         x_SBH, names, memo = tokens(), make_names(layer), RecomputeCache()
         run(layer)  # makes constants
     with waiting_is_an_error():
