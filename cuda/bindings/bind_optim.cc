@@ -1,7 +1,9 @@
 #include <cstdint>
+#include <string_view>
 
 #include "bindings.h"
 #include "megacore/cuda/optim.h"
+#include "megacore/cuda/sum_of_squares.h"
 
 namespace py = pybind11;
 
@@ -51,6 +53,19 @@ void bind_optim(py::module_& module) {
       },
       "state", "sums", "control", "beta1", "beta2", "clip_grad", "loss_scale_interval",
       "num_averaged", "stream");
+  module.attr("SUM_BLOCKS") = cuda::kSumBlocks;
+  def_kernel(
+      module, "sum_of_squares",
+      [](uintptr_t values, int64_t numel, std::string_view dtype, uintptr_t partial_sums,
+         uintptr_t total, uintptr_t stream) {
+        cuda::sum_of_squares({.values = device_pointer<const void>(values),
+                              .type = float_type(dtype),
+                              .numel = numel,
+                              .partial_sums = device_pointer<double>(partial_sums),
+                              .total = device_pointer<double>(total)},
+                             stream_handle(stream));
+      },
+      "values", "numel", "dtype", "partial_sums", "total", "stream");
 }
 
 }  // namespace megacore::bindings

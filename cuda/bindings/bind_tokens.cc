@@ -3,7 +3,6 @@
 
 #include "bindings.h"
 #include "megacore/cuda/activations.h"
-#include "megacore/cuda/norm.h"
 #include "megacore/cuda/permutation.h"
 #include "megacore/cuda/topk.h"
 
@@ -146,22 +145,6 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
       "stream");
 }
 
-void bind_norm(py::module_& module) {
-  module.attr("SUM_BLOCKS") = cuda::kSumBlocks;
-  def_kernel(
-      module, "sum_of_squares",
-      [](uintptr_t values, int64_t numel, std::string_view dtype, uintptr_t partial_sums,
-         uintptr_t total, uintptr_t stream) {
-        cuda::sum_of_squares({.values = device_pointer<const void>(values),
-                              .type = float_type(dtype),
-                              .numel = numel,
-                              .partial_sums = device_pointer<double>(partial_sums),
-                              .total = device_pointer<double>(total)},
-                             stream_handle(stream));
-      },
-      "values", "numel", "dtype", "partial_sums", "total", "stream");
-}
-
 }  // namespace
 
 void bind_tokens(py::module_& module) {
@@ -172,7 +155,6 @@ void bind_tokens(py::module_& module) {
   bind_top_k(module);
   bind_activation<Activation::kSwiglu>(module, "swiglu", "swiglu_backward");
   bind_activation<Activation::kGelu>(module, "gelu", "gelu_backward");
-  bind_norm(module);
 }
 
 }  // namespace megacore::bindings

@@ -13,7 +13,7 @@
 #include "megacore/base/low_precision.h"
 #include "megacore/buffer/adamw.h"
 #include "megacore/cuda/activations.h"
-#include "megacore/cuda/norm.h"
+#include "megacore/cuda/sum_of_squares.h"
 #include "megacore/cuda/optim.h"
 #include "megacore/cuda/permutation.h"
 #include "megacore/cuda/topk.h"

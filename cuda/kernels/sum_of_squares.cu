@@ -3,7 +3,7 @@
 
 #include "launch.h"
 #include "megacore/base/check.h"
-#include "megacore/cuda/norm.h"
+#include "megacore/cuda/sum_of_squares.h"
 #include "row_io.cuh"
 
 namespace megacore::cuda {
