@@ -9,13 +9,9 @@ from functools import lru_cache
 from megacore.config.pipeline import SEARCHED
 from megacore.pipeline import ActionKind
 from megacore.plan.device import Device
+from megacore.plan.schedules import ScheduleShape, cached_schedule, schedule_shape
 from megacore.plan.spec import ModelSpec, RunSpec, loss_columns
-from megacore.plan.step_time import (
-    ScheduleShape,
-    cached_schedule,
-    schedule_shape,
-    stage_params,
-)
+from megacore.plan.step_time import stage_params
 
 GIB = float(1 << 30)
 
@@ -368,7 +364,7 @@ def _held(shape: ScheduleShape) -> list[set[_Held]]:
     """
     schedule = cached_schedule(shape)
     found = []
-    for rank in range(shape.ranks):
+    for rank in range(shape.num_ranks):
         position = {stage: index for index, stage in enumerate(schedule.stages(rank))}
         held = [[0, 0] for _ in position]
         peaks: set[_Held] = set()

@@ -12,7 +12,7 @@ from megacore.models.build import torch_dtype
 from megacore.parallel import Topology
 from megacore.pipeline import Recompute, Schedule
 from megacore.pipeline.executor import ActivationSpec
-from megacore.plan.step_time import ScheduleShape, cached_schedule
+from megacore.plan.schedules import ScheduleShape, cached_schedule
 
 
 def embedding_ranks(config: Config) -> tuple[int, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal, NamedTuple
 
-from megacore.config.pipeline import builder_arguments, schedule_info
-from megacore.pipeline import Costs, Schedule, Timeline, build_schedule
+from megacore.config.pipeline import schedule_info
+from megacore.pipeline import Costs, Schedule, Timeline
 from megacore.plan.cost import Cost, LayerCosts, Link, link
 from megacore.plan.device import Device
+from megacore.plan.schedules import cached_schedule, schedule_shape
 from megacore.plan.spec import ModelSpec, RunSpec
 
 
@@ -36,55 +35,6 @@ class StepTime:
     def timeline(self) -> Timeline:
         """Simulate the schedule with these costs."""
         return self.schedule.simulate(self.costs)
-
-
-class ScheduleShape(NamedTuple):
-    """Settings and sizes that determine the schedule of a run.
-
-    Attributes:
-        setting: As `pipeline.schedule`.
-        ranks: Pipeline ranks.
-        microbatches: Microbatches per step.
-        chunks: Stages of a rank.
-        group_size: As `pipeline.group_size`.
-        memory_limit: As `pipeline.memory_limit`.
-        pairs: As of ``build_schedule``.
-    """
-
-    setting: str
-    ranks: int
-    microbatches: int
-    chunks: int
-    group_size: int | None
-    memory_limit: int | None
-    pairs: Literal["whole", "split"] | None
-
-
-def schedule_shape(spec: RunSpec, microbatches: int) -> ScheduleShape:
-    """Return what determines the schedule of a layout with so many microbatches."""
-    return ScheduleShape(
-        spec.schedule,
-        spec.pp,
-        microbatches,
-        spec.chunks,
-        spec.group_size,
-        spec.memory_limit,
-        spec.pairs,
-    )
-
-
-@lru_cache(maxsize=256)
-def cached_schedule(shape: ScheduleShape) -> Schedule:
-    """Build a schedule, or return the one that was built before."""
-    return build_schedule(
-        **builder_arguments(shape.setting),
-        num_ranks=shape.ranks,
-        num_microbatches=shape.microbatches,
-        num_chunks=shape.chunks,
-        group_size=shape.group_size,
-        memory_limit=shape.memory_limit,
-        pairs=shape.pairs,
-    )
 
 
 def stage_layers(model: ModelSpec, spec: RunSpec, layers: LayerCosts) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """Rerouting of token copies from home experts to clones according to a plan.
 
-With a plan every rank has ``L + k`` *places* for experts: its L home experts, then its k spare
-slots. Places are numbered rank by rank: home expert e is place ``e // L * (L + k) + e % L``, slot s
-of rank p is place ``p * (L + k) + L + s``.
+With a plan every rank has ``L + S`` *places* for experts: its L home experts, then its S spare
+slots. Places are numbered rank by rank: home expert e is place ``e // L * (L + S) + e % L``, slot s
+of rank p is place ``p * (L + S) + L + s``.
 
-Shapes: T tokens, k choices or k slots, R ranks, E experts, L = E / R.
+Shapes: T tokens, k choices per token, R ranks, S slots of a rank, E experts, L = E / R.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SourceRow:
         total: Copies of the source rank for each expert, ``(E,)``.
         first: Offset of this rank's copies within the source rank's copies, ``(E,)``: if several
             ranks form one source rank, the number of copies of the preceding ranks.
-        slot_expert: The expert cloned into each slot, ``(R, k)``; -1 where a slot is unused.
-        tokens: Copies of this source rank that go to each slot, ``(R, k)``.
+        slot_expert: The expert cloned into each slot, ``(R, S)``; -1 where a slot is unused.
+        tokens: Copies of this source rank that go to each slot, ``(R, S)``.
     """
 
     total: Tensor
