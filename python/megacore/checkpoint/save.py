@@ -61,7 +61,7 @@ class _WritePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """What one rank has written.
+    """Chunks and files that one rank has written.
 
     Attributes:
         places: Place of each chunk.

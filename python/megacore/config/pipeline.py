@@ -97,7 +97,7 @@ class PipelineConfig(Section):
 
     @property
     def pairs(self) -> Literal["whole", "split"] | None:
-        """How forwards run in pairs with backwards, if the schedule does so only on request."""
+        """Kind of the pairs of forwards and backwards, if the schedule has them only on request."""
         info = self.schedule_info
         if not self.overlap_moe or info is None or not info.takes_pairs:
             return None

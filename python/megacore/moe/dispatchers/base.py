@@ -196,34 +196,27 @@ class ExpertRows:
     sent_next: SentNext | None = None
 
 
+@dataclass(frozen=True)
 class PendingDispatch:
     """Dispatch in flight.
 
-    Args:
-        finish: Waits for the tokens.
+    Attributes:
+        finish: Waits for the tokens and returns them; must be called exactly once.
     """
 
-    def __init__(self, finish: Callable[[], ExpertRows]) -> None:
-        self._finish = finish
-
-    def finish(self) -> ExpertRows:
-        """Wait for the tokens; must be called exactly once."""
-        return self._finish()
+    finish: Callable[[], ExpertRows]
 
 
+@dataclass(frozen=True)
 class PendingCombine:
     """Combine in flight.
 
-    Args:
-        finish: Waits for the results.
+    Attributes:
+        finish: Waits for the results, indexed by ``plan.row_map``, and returns them; must be called
+            exactly once.
     """
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def finish(self) -> Tensor:
-        """Wait for the results, indexed by ``plan.row_map``; must be called exactly once."""
-        return self._finish()
+    finish: Callable[[], Tensor]
 
 
 class Dispatcher(ABC):
