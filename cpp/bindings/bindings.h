@@ -18,7 +18,7 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Calls `run` with an element of the type that torch names so; bfloat16 is an unsigned integer.
+// Calls `run` with an element of the type with this name in torch; bfloat16 is an unsigned integer.
 template <typename Run>
 void for_dtype(std::string_view dtype, const Run& run) {
   if (dtype == "float32") {

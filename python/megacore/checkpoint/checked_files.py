@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,9 @@ def checked_file(path: Path) -> Iterator[ChecksumFile]:
     try:
         check_content(path, file.sum)
     except CheckpointError as error:
-        path.unlink(missing_ok=True)  # a damaged `latest` could name another checkpoint
+        # A damaged `latest` could name another checkpoint.
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         raise CheckpointError(
             f"a checkpoint file differs from the data that was written ({without_advice(error)}); "
             f"check the disk, or set checkpoint.dir to another one"

@@ -143,7 +143,9 @@ def _to_tensor(key: str, state: Mapping[str, Any]) -> TensorStorageMetadata:
         )
         for chunk in chunks
     )
-    if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+    are_distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if not inside or not are_distinct or covered != math.prod(size):
         raise CheckpointError(f"the boxes of {key} do not cover its shape {list(size)}")
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 

@@ -101,11 +101,14 @@ def check_input(name: str, number: int, value: Any, captured: TensorSpec) -> Non
     """Check that an input of captured code has the form of the capture.
 
     Raises:
-        ReplayError: If it has not, or is no tensor.
+        ReplayError: If its form differs, or it is not a tensor.
     """
-    difference = f"{value!r}, not a tensor"
-    if isinstance(value, Tensor):
-        difference = TensorSpec.of(value).difference(captured)
+    # A tensor is never shown: that would read its values from the device.
+    difference = (
+        TensorSpec.of(value).difference(captured)
+        if isinstance(value, Tensor)
+        else f"{value!r}, not a tensor"
+    )
     if difference:
         raise ReplayError(
             f"{name} was captured with another input {number}: now {difference}; capture again for "

@@ -232,7 +232,7 @@ def test_a_file_that_reads_back_differently_is_not_published(
         patch.setattr(os, "fsync", damage_and_flush)
         with pytest.raises(CheckpointError, match="differs from the data that was written") as told:
             save_small(tmp_path, step=2, keep=keep)
-    assert name.removesuffix(".tmp") in str(told.value)
+    assert name in str(told.value)
     assert "set checkpoint.dir to another one" in str(told.value)
     assert names_in(tmp_path) == ["latest", "step_00000001"]
     load_checkpoint(

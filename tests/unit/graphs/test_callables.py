@@ -357,6 +357,18 @@ def test_an_input_without_influence_needs_permission() -> None:
     assert y.grad is None
 
 
+def test_a_replay_does_not_read_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphed = make_graphed_callables(
+        nn.Linear(2, 2), (torch.ones(1, 2),), backend=EmulatedBackend()
+    )
+
+    def read(*_: Any, **__: Any) -> str:
+        raise AssertionError("a replay formats a tensor, which waits for the device")
+
+    monkeypatch.setattr(Tensor, "__repr__", read)
+    graphed(torch.ones(1, 2)).sum().backward()
+
+
 def test_poison_can_be_left_out() -> None:
     graphed = make_graphed_callables(
         nn.Linear(2, 2), (torch.ones(1, 2),), backend=EmulatedBackend(poisons=False)

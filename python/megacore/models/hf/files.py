@@ -265,7 +265,8 @@ def read_blocks(
 ) -> Iterator[Tensor]:
     """Read ranges ``[first, end)`` in 1-D blocks; a block is valid until the next one.
 
-    ``read`` fills a block from its first element on, while the block before is used.
+    ``read(first, block)`` fills a block with the elements from ``first`` on, while the block before
+    it is used.
     """
     blocks = [
         (at, min(_BLOCK_NUMEL, end - at))
