@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     from megacore.plan.device import load_device
 
     counts = [_count(text) for text in args.gpus.split(",")]
+    if not args.search and (args.write or args.top):
+        raise ConfigError("--write and --top belong to a search; add --search")
     _parse_numbers(args)
     changes = {"link_domain": args.nodes_of} if args.nodes_of else None
     device = load_device(args.device or "h100", changes)
@@ -102,8 +104,6 @@ def run(args: argparse.Namespace) -> int:
     base = load_config(args.config, args.settings)
     if args.search:
         return _search(args, base, counts, device, imbalance)
-    if args.write or args.top:
-        raise ConfigError("--write and --top belong to a search; add --search")
     forecasts = [_forecast(base, gpus, device, imbalance) for gpus in counts]
     if len(forecasts) > 1:
         _print_scaling(args, forecasts)

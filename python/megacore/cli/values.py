@@ -73,7 +73,8 @@ def refuse_given(args: argparse.Namespace, names: Iterable[str], sentence: str) 
     for name in names:
         value = getattr(args, name)
         if value is not None and value is not False:
-            raise ConfigError(sentence.format(f"--{name.replace('_', '-')}"))
+            # Not format: the sentence may quote what the user wrote, with braces.
+            raise ConfigError(sentence.replace("{}", f"--{name.replace('_', '-')}"))
 
 
 def _bounded(text: str, largest: int) -> int:

@@ -167,7 +167,7 @@ def _check_deprecated(data: dict[str, Any], places: _Places) -> list[str]:
             TypeAdapter[Any](entry.kind).validate_python(value, strict=True)
         except ValidationError as error:
             rule = _rule(error.errors()[0]).partition(";")[0].replace("expected", "must be")
-            problems.append(f"{places.prefix(key)}{key} {rule}, got {value}")
+            problems.append(f"{places.prefix(key)}{key} {rule}, got {toml_value(value)}")
             del table_of(data, section)[name]
     return problems
 
@@ -325,8 +325,9 @@ def _toml_or_text(text: str) -> Any:
 
 def _annotation(key: str) -> Any:
     if old := DEPRECATED.get(key):
-        if old.kind is not None:
-            return old.kind
+        if old.kind is not None:  # the bound of a number is checked later, with its own message
+            is_bound = typing.get_origin(old.kind) is typing.Annotated
+            return typing.get_args(old.kind)[0] if is_bound else old.kind
         key = old.to
     section, name = split_key(key)
     fields = section_classes().get(section, Section).by_key()

@@ -159,12 +159,12 @@ def _run_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, added = (x.contiguous(), added.contiguous()) if x.is_cpu else (aligned(x), aligned(added))
     total = torch.empty_like(x)
-    places = {"added": added.data_ptr(), "sum": total.data_ptr()}
-    return total, *_normalize(kernel, x, weight, eps, **places)
+    addresses = {"added": added.data_ptr(), "sum": total.data_ptr()}
+    return total, *_normalize(kernel, x, weight, eps, **addresses)
 
 
 def _normalize(
-    kernel: Kernel, x: Tensor, weight: Tensor, eps: float, **places: int
+    kernel: Kernel, x: Tensor, weight: Tensor, eps: float, **addresses: int
 ) -> tuple[Tensor, Tensor]:
     weight = weight.contiguous() if x.is_cpu else aligned(weight)
     y = torch.empty_like(x)
@@ -179,7 +179,7 @@ def _normalize(
         width=x.shape[-1],
         dtype=DTYPES[x.dtype],
         num_threads=torch.get_num_threads(),
-        **places,
+        **addresses,
     )
     return y, scale
 

@@ -50,11 +50,11 @@ def counter_dropout(
             raise ValueError(
                 f"{name} must be {tuple(shape)} int64 on {x_SBH.device}, got {describe(of)}"
             )
-    keys = (key, 0) if isinstance(key, Tensor) else (None, key)
+    keys = (key.to(torch.int64), 0) if isinstance(key, Tensor) else (None, key)
     if isinstance(key, Tensor) and (
-        key.dtype != torch.int64 or key.numel() != 1 or key.device != x_SBH.device
+        key.is_floating_point() or key.numel() != 1 or key.device != x_SBH.device
     ):
-        raise ValueError(f"key must be one int64 number on {x_SBH.device}, got {describe(key)}")
+        raise ValueError(f"key must be one whole number on {x_SBH.device}, got {describe(key)}")
     result: Tensor = _dropout(x_SBH, sample_ids_B, positions_S, *keys, p)
     return result
 

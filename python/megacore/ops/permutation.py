@@ -110,7 +110,7 @@ def permute_with_probs(
     Raises:
         ValueError: As :func:`permute`.
     """
-    _check_rows(tokens, row_map, probs)
+    _check_rows(tokens, row_map, probs, name="probs")
     rows, row_probs = _permute_both(tokens, probs, row_map, num_rows)
     return rows, row_probs
 
@@ -177,7 +177,9 @@ def _check_choices(name: str, choices: Tensor) -> None:
         raise ValueError(f"{name} {describe(choices)} must be (T, k) int64")
 
 
-def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) -> None:
+def _check_rows(
+    tokens: Tensor | None, row_map: Tensor, weights: Tensor | None, *, name: str = "weights"
+) -> None:
     _check_choices("row_map", row_map)
     if tokens is not None and (tokens.dim() != 2 or tokens.shape[0] != row_map.shape[0]):
         raise ValueError(
@@ -185,7 +187,7 @@ def _check_rows(tokens: Tensor | None, row_map: Tensor, weights: Tensor | None) 
         )
     if weights is not None and weights.shape != row_map.shape:
         raise ValueError(
-            f"weights {describe(weights)} must have the shape of row_map {describe(row_map)}"
+            f"{name} {describe(weights)} must have the shape of row_map {describe(row_map)}"
         )
 
 

@@ -32,7 +32,8 @@ def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) 
     """
     by_name: dict[str, list[Tensor]] = {}
     for info, grad in _grads(buffers, lambda info: info.shared is not None):
-        by_name.setdefault(info.shared or "", []).append(grad)
+        assert info.shared is not None
+        by_name.setdefault(info.shared, []).append(grad)
     for _, grads in sorted(by_name.items()):
         total = grads[0]
         for other in grads[1:]:

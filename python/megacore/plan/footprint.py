@@ -283,7 +283,7 @@ def _communicators(spec: RunSpec) -> int:
 
 def rank_stages(spec: RunSpec) -> list[list[int]]:
     """Return the stages of each pipeline rank."""
-    schedule = cached_schedule(schedule_shape(spec, 1 if spec.pp == 1 else 2 * spec.pp))
+    schedule = cached_schedule(schedule_shape(spec, spec.microbatches))
     length = schedule.num_stages // schedule.num_chains
     return [[stage % length for stage in schedule.stages(rank)] for rank in range(spec.pp)]
 
@@ -333,11 +333,10 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
         kept: Bytes of each stage and microbatch from F to B or W.
         pending: Further bytes from I to W.
     """
-    if spec.pp == 1 and spec.chunks == 1:
-        return [kept[0]]
     microbatches = spec.microbatches
-    if spec.schedule not in _UNBOUNDED:  # the first microbatches reach the peak
-        microbatches = min(microbatches, 3 * spec.pp)
+    if spec.schedule not in _UNBOUNDED:  # the first microbatches, in whole groups, reach the peak
+        group = spec.group_size or 1
+        microbatches = min(microbatches, -(-3 * max(spec.pp, group) // group) * group)
     by_rank = _held(schedule_shape(spec, microbatches))
     stages = rank_stages(spec)
     return [

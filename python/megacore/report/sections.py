@@ -219,8 +219,8 @@ def settings_card(run: RunFiles) -> str:
         for found, is_changed in ((changed, True), (others, False)):
             lines = "".join(row for row, marked in rows if marked == is_changed)
             if lines:
-                table = f"<h3>[{escape(name)}]</h3><table>{lines}</table>"
-                found.append(f"<section>{table}</section>")
+                section = f"<h3>[{escape(name)}]</h3><table>{lines}</table>"
+                found.append(f"<section>{section}</section>")
     folded = (
         "<details><summary>All other settings; those in <i>italics</i> were derived</summary>"
         f'<div class="settings">{"".join(others)}</div></details>'

@@ -408,7 +408,9 @@ def test_an_old_name_works_on_the_command_line(arguments: str, new: str) -> None
 def test_an_old_switch_takes_no_argument_that_is_not_its_own(old: str) -> None:
     assert split_overrides([f"--{old}", "run.toml"]) == ([(old, "true")], ["run.toml"])
     assert split_overrides([f"--{old}", "no"]) == ([(old, "no")], [])
-    with pytest.raises(ConfigError, match=f"--{old}=maybe: {old} must be true or false, got maybe"):
+    with pytest.raises(
+        ConfigError, match=f'--{old}=maybe: {old} must be true or false, got "maybe"'
+    ):
         load_config(None, [(old, "maybe")])
 
 
@@ -442,13 +444,18 @@ def test_the_command_line_overrides_an_old_name_in_the_file(
     assert getattr(getattr(config, section), name) == value
 
 
+def test_an_old_number_on_the_command_line_has_its_old_bound() -> None:
+    with pytest.raises(ConfigError, match="moe.expert_bias_rate must be at least 0, got -1.0"):
+        load_config(None, [("moe.expert_bias_rate", "-1")])
+
+
 @pytest.mark.parametrize(
     ("old", "rule"),
     [
-        ('optimizer.overlap_grad_reduce = "yes"', "true or false, got yes"),
+        ('optimizer.overlap_grad_reduce = "yes"', 'true or false, got "yes"'),
         ("optimizer.distributed = 1", "true or false, got 1"),
         ("moe.expert_bias_rate = -1", "at least 0, got -1"),
-        ('model.qk_norm_width = "heads"', "one of 'head' or 'all', got heads"),
+        ('model.qk_norm_width = "heads"', "one of 'head' or 'all', got \"heads\""),
         ("graphs.scopes = 3", "text in quotes, got 3"),
     ],
 )

@@ -136,11 +136,13 @@ def test_ids_that_do_not_fit_the_rows_are_refused(
         counter_dropout(torch.ones(5, 3, 4), ids, positions, key=1, p=0.5)
 
 
-def test_a_key_on_the_device_must_be_one_int64_number() -> None:
+def test_a_key_on_the_device_must_be_one_whole_number() -> None:
     x, ids, positions = torch.ones(5, 3, 2), torch.arange(3), torch.arange(5)
-    for key in (torch.tensor(3, dtype=torch.int32), torch.arange(2)):
-        with pytest.raises(ValueError, match="key must be one int64 number on cpu, got"):
+    for key in (torch.tensor(3.0), torch.arange(2)):
+        with pytest.raises(ValueError, match="key must be one whole number on cpu, got"):
             counter_dropout(x, ids, positions, key=key, p=0.5)
+    narrow = counter_dropout(x, ids, positions, key=torch.tensor(3, dtype=torch.int32), p=0.5)
+    assert torch.equal(narrow, counter_dropout(x, ids, positions, key=3, p=0.5))
 
 
 def test_dropout_is_the_same_for_any_number_of_threads_and_strides() -> None:

@@ -172,6 +172,19 @@ CASES += [
 ]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "overlap"), [("gpipe", "false"), ("1f1b", "false"), ("1f1b", "true")]
+)
+def test_one_pipeline_rank_holds_what_its_schedule_holds(schedule: str, overlap: str) -> None:
+    settings = {
+        "parallel.ep": "2", "moe.num_experts": "4", "train.global_batch_size": "16",
+        "pipeline.schedule": schedule, "pipeline.overlap_moe": overlap,
+    }  # fmt: skip
+    config = resolve(load_config(None, list(settings.items())), 2, vocab_size=256, cuda=False)
+    held = in_flight(run_spec(config, 2), [1.0], [0.0])
+    assert held == train_schedule(config, 2).simulate().peak_in_flight
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe", "auto", "auto_v"])
 def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
     sections = {"pipeline": {"schedule": schedule}, "parallel": {"pp": 2}}
@@ -183,9 +196,9 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        *((name, {"num_chunks": "2", "group_size": "4"}) for name in (
-            "interleaved_1f1b", "group_interleaved", "interleaved_zb"
-        )),
+        *((name, {"num_chunks": "2", "group_size": size})
+          for name in ("interleaved_1f1b", "group_interleaved", "interleaved_zb")
+          for size in ("4", "8", "16")),
         ("1f1b", {"overlap_moe": "true"}),
         ("1f1b", {"overlap_moe": "split"}),
         ("interleaved_1f1b", {"overlap_moe": "true"}),

@@ -196,7 +196,7 @@ class ExpertRows:
     sent_next: SentNext | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingDispatch:
     """Dispatch in flight.
 
@@ -207,7 +207,7 @@ class PendingDispatch:
     finish: Callable[[], ExpertRows]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingCombine:
     """Combine in flight.
 
@@ -249,7 +249,7 @@ class Dispatcher(ABC):
             Exchanges counts over the group; does not wait for the device.
         """
 
-    def read_splits(self, plan: DispatchPlan) -> RowSplits:  # noqa: ARG002
+    def read_splits(self, plan: DispatchPlan) -> RowSplits:
         """Read the numbers of rows to exchange: the only host sync of a dispatcher.
 
         Default: the numbers are fixed.
@@ -257,6 +257,10 @@ class Dispatcher(ABC):
         Sync:
             Waits for the device where ``plan.rows_per_member`` is set; otherwise returns at once.
         """
+        if plan.rows_per_member is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} plans with rows_per_member, so it must define read_splits"
+            )
         return RowSplits()
 
     @abstractmethod

@@ -2,10 +2,11 @@
 
 Every rank gathers the counts of all ranks, computes the same plan, and maps each of its copies to a
 *place*: a home expert or a spare slot of some rank (see ``reroute.py``). A dispatcher treats places
-as experts, ``L + S`` on each rank with S slots. All steps run on the device.
+as experts, ``L + S`` on each rank. All steps run on the device.
 
-Shapes: T tokens of this rank, k choices per token, E experts, G members of the group that shares
-the experts, R parts that the experts are divided into (``G / etp``), P places of all ranks.
+Shapes: T tokens of this rank, k choices per token, E experts, L experts and S slots of a rank, G
+members of the group that shares the experts, R parts that the experts are divided into
+(``G / etp``), P places of all ranks.
 """
 
 from __future__ import annotations
