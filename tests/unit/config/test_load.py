@@ -445,7 +445,7 @@ def test_the_command_line_overrides_an_old_name_in_the_file(
 
 
 def test_an_old_number_on_the_command_line_has_its_old_bound() -> None:
-    with pytest.raises(ConfigError, match="moe.expert_bias_rate must be at least 0, got -1.0"):
+    with pytest.raises(ConfigError, match=r"moe\.expert_bias_rate must be at least 0, got -1\.0"):
         load_config(None, [("moe.expert_bias_rate", "-1")])
 
 
