@@ -171,6 +171,7 @@ def read_row(row: dict[str, str]) -> Run:
         if is_torch
         else "unfused"
     )
+    overlap = frozenset(filter(None, row["overlap"].split(",")))
     spec = RunSpec(
         gpus=number("gpus"),
         tp=number("tp"),
@@ -189,7 +190,9 @@ def read_row(row: dict[str, str]) -> Run:
         grad_bytes=2 if row["grad_dtype"].startswith("bf16") or is_zero_bubble else 4,
         recompute=frozenset(filter(None, recompute.split(","))),
         offload_layers=number("act_offload_layers"),
-        overlap=frozenset(filter(None, row["overlap"].split(","))),
+        overlap=overlap,
+        # In a pipeline, exchanges of experts overlap with the other pass of a pair.
+        pairs="whole" if "ep" in overlap and number("pp") > 1 else None,
         dispatcher="deepep" if dispatcher == "flex" else dispatcher,
         imbalance=1.4 if row["routing"] == "natural" else 1.0,
         keeps_permuted=dispatcher not in ("flex", "deepep", "hybridep"),
