@@ -171,14 +171,14 @@ def run_clones(groups: ProcessGroups, device: torch.device) -> None:
         for projection in (FC1, FC2):
             memory.push(projection, drawn(rank, number, projection, local), plan)
         for projection in (FC2, FC1):
-            clones = memory.weights(projection, plan)
+            clones = memory.wait_for_weights(projection, plan)
             for slot, expert in enumerate(held[rank]):
                 if expert >= 0:
                     home = drawn(expert // local, number, projection, local)
                     assert torch.equal(clones[slot], home[expert % local])
                     num_clones += 1
         for projection in (FC2, FC1):
-            memory.grads(projection).copy_(drawn(50 + rank, number, projection, slots))
+            memory.reserve_grads(projection).copy_(drawn(50 + rank, number, projection, slots))
             memory.offer_grads(projection, plan)
             total = drawn(rank, number, projection, local)
             expected = total.clone()
