@@ -82,7 +82,7 @@ class Peers(ABC):
     def __init__(self, group: Group, *, row_bytes: int = 0) -> None:
         self.group = group
         self._row_bytes = row_bytes
-        # Pulls that are reserved and not started, by the place of their microbatch.
+        # Pulls that are reserved and not started, by the turn index of their microbatch.
         self._reserved: dict[int, PendingPull] = {}
 
     @abstractmethod
