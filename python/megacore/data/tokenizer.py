@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.paths import missing_path
+from megacore.data.special_tokens import SpecialTokens, read_special_tokens
 from megacore.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megacore.data.chat import MarkedText
 
 TokenArray = NDArray[np.integer]
-# End-of-document tokens of models whose tokenizer comes without a configuration.
-_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -44,6 +42,10 @@ class Tokenizer(Protocol):
 
     def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
         """Encode a text; also return which tokens hold a character of its answers."""
+
+    @property
+    def special(self) -> SpecialTokens:
+        """Special tokens, and those that the tokenizer itself puts around a text."""
 
     @property
     def eod_id(self) -> int | None:
@@ -69,6 +71,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
+    special = SpecialTokens()
 
     def encode(self, text: str) -> TokenArray:
         """Return the UTF-8 bytes of ``text``, uint8."""
@@ -115,8 +118,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
-    No special tokens are added, and the file's truncation and padding are off, because the text is
-    one stream that is cut into samples later.
+    Encodings have no special tokens; callers add those of `special`. The file's truncation and
+    padding are off, because the text is one stream that is cut into samples later.
 
     Raises:
         DataError: If the package or the file is missing, or the file is not a tokenizer.
@@ -149,11 +152,14 @@ class JsonTokenizer:
         return np.asarray(encoded.ids, dtype=self._dtype), counted
 
     @functools.cached_property
+    def special(self) -> SpecialTokens:
+        """Special tokens of the file, and of the configuration beside it."""
+        return read_special_tokens(self._tokenizer, Path(self.name))
+
+    @property
     def eod_id(self) -> int | None:
         """``eos_token`` of the ``tokenizer_config.json`` beside the file, or a usual name."""
-        names = [_configured_eos(Path(self.name)), *_EOD_NAMES]
-        ids = (self.token_id(name) for name in names if name is not None)
-        return next((found for found in ids if found is not None), None)
+        return self.special.eos_id
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, or ``None``."""
@@ -166,18 +172,6 @@ class JsonTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def _configured_eos(path: Path) -> str | None:
-    folder = path if path.is_dir() else path.parent
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer for ``data.tokenizer``: ``"bytes"`` or the path of a ``tokenizer.json``.
 
@@ -185,6 +179,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         DataError: See :class:`JsonTokenizer`.
     """
     return ByteTokenizer() if name == ByteTokenizer.name else JsonTokenizer(name)
+
+
+def special_tokens_of(path: str | Path) -> SpecialTokens:
+    """Return the special tokens of a tokenizer's file or folder; none for ``"bytes"``.
+
+    Raises:
+        DataError: See :class:`JsonTokenizer`.
+    """
+    return load_tokenizer(str(path)).special
 
 
 def _missing_text(path: Path) -> str:
