@@ -79,9 +79,9 @@ def save_byte_level(folder: Path) -> Path:
 
 
 def save_unigram(folder: Path) -> Path:
-    """Save a unigram model whose words begin with a space of any kind, as T5's; returns its path."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     """Save a unigram model whose words begin with a space, as T5's; returns its path."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]

@@ -23,11 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.cache import file_facts, remove_partial
-from megacore.data.chat import ChatTemplate, MarkedText, template_files
+from megacore.data.chat import ChatTemplate, template_files
 from megacore.data.indexed import IndexWriter, token_dtype
-from megacore.data.records import FileKind, Record, Shard, kind_of_file, read_records, shards_of
-from megacore.data.sources import SEPARATOR
-from megacore.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from megacore.data.records import (
+    FileKind,
+    OnBad,
+    Record,
+    Shard,
+    kind_of_file,
+    read_records,
+    shards_of,
+    texts_around,
+)
+from megacore.data.special_tokens import frame_of
+from megacore.data.text_pieces import Cut, find_cut, tokens_of_pieces
+from megacore.data.tokenizer import ByteTokenizer, TokenArray, load_tokenizer
 from megacore.errors import DataError
 
 # Text given to the tokenizer library at once.
@@ -49,6 +59,7 @@ class PrepareOptions:
         field: Field or column with the text or the messages; or prompt and completion, joined by
             a comma.
         kind: Format of all files; ``None``: by their suffix.
+        bos: Token before every document; ``None``: as the tokenizer has it; ``""``: none.
         eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
         skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
         advice: End of the message about such a record if the run stops.
@@ -60,6 +71,7 @@ class PrepareOptions:
     tokenizer: str = "bytes"
     field: str = "text"
     kind: FileKind | None = None
+    bos: str | None = None
     eod: str | None = None
     skip_bad: bool = False
     advice: str = ""
@@ -114,8 +126,8 @@ def prepare(
 ) -> Prepared:
     """Tokenize files into ``<prefix>.bin`` and ``<prefix>.idx``, in the order of the files.
 
-    The result does not depend on the number of processes. Every document gets an end-of-document
-    token, or an empty line if the tokenizer has none.
+    The result does not depend on the number of processes. Every document gets the tokens of
+    :func:`~megacore.data.special_tokens.frame_of` around it; conversations have their own.
 
     Args:
         files: Text, JSON lines or parquet files.
@@ -211,7 +223,7 @@ class _Encoder:
         self._options = options
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
-        self._end = end_of_document(self._tokenizer, options.eod)
+        self._frame = frame_of(self._tokenizer, bos=options.bos, eod=options.eod)
         self._template = ChatTemplate.of_tokenizer(options.tokenizer)
 
     def encode(self, shard: Shard, parts: Path, number: int) -> None:
@@ -223,9 +235,6 @@ class _Encoder:
                 raise DataError(sentence + self._options.advice)
             problems.append(sentence)
 
-        records = read_records(
-            shard, field=self._options.field, on_bad=on_bad, template=self._template
-        )
         lengths: list[int] = []
         length = num_empty = 0
         data = parts / f"{number:06}.bin"
@@ -233,20 +242,19 @@ class _Encoder:
         continues = shard.kind == "text" and shard.begin > 0
         marks = _Marks()
         with partial.open("wb") as file:
-            for batch in _batches(records):
-                for record, (ids, counted) in zip(batch, self._encoded(batch), strict=True):
-                    length += len(ids)
-                    if record.ends and length == 0 and not (continues and not lengths):
-                        num_empty += 1
-                        continue
-                    end = self._end_of(record)
-                    for tokens in (ids, end):
-                        file.write(tokens.astype(self._dtype, copy=False).tobytes())
+            for document in self._encoded(shard, on_bad):
+                begins = length == 0 and not (continues and not lengths)
+                if document.ends and begins and len(document.ids) == 0:
+                    num_empty += 1
+                    continue
+                around = self._framed(document, begins=begins and len(document.ids) > 0)
+                for ids, counted in around:
+                    file.write(ids.astype(self._dtype, copy=False).tobytes())
                     marks.add(len(ids), counted)
-                    marks.add(len(end))
-                    if record.ends:
-                        lengths.append(length + len(end))
-                        length = 0
+                    length += len(ids)
+                if document.ends:
+                    lengths.append(length)
+                    length = 0
         partial.replace(data)
         is_marked = marks.write(data.with_suffix(".mask"))
         facts = _Part(
@@ -262,24 +270,60 @@ class _Encoder:
         path.with_suffix(".partial").write_text(json.dumps(asdict(facts)), encoding="utf-8")
         path.with_suffix(".partial").replace(path)
 
-    def _encoded(
-        self, batch: Sequence[Record]
-    ) -> list[tuple[TokenArray, NDArray[np.bool_] | None]]:
-        """Return the tokens of records, and which of them count if not all do."""
-        whole = [record.text for record in batch if isinstance(record.text, str)]
-        encoded = iter(self._tokenizer.encode_many(whole))
-        return [
-            (next(encoded), None)
-            if isinstance(record.text, str)
-            else self._tokenizer.encode_marked(record.text)
-            for record in batch
-        ]
+    def _encoded(self, shard: Shard, on_bad: OnBad) -> Iterator[_Encoded]:
+        """Yield the tokens of the documents of a shard, of text in pieces."""
+        records = read_records(
+            shard, field=self._options.field, on_bad=on_bad, template=self._template
+        )
+        if shard.kind == "text" and not isinstance(self._tokenizer, ByteTokenizer):
+            pieces = (record.text for record in records if isinstance(record.text, str))
+            yield from map(_Encoded, self._tokens_of_text(shard, pieces))
+            yield _Encoded(self._tokenizer.encode(""), ends=shard.is_last)
+            return
+        for batch in _batches(records):
+            whole = [record.text for record in batch if isinstance(record.text, str)]
+            encoded = iter(self._tokenizer.encode_many(whole))
+            for record in batch:
+                if isinstance(record.text, str):
+                    yield _Encoded(next(encoded), ends=record.ends)
+                else:
+                    ids, counted = self._tokenizer.encode_marked(record.text)
+                    yield _Encoded(ids, counted, ends=True, is_closed=record.text.is_closed)
 
-    def _end_of(self, record: Record) -> NDArray[np.integer]:
-        is_closed = isinstance(record.text, MarkedText) and record.text.is_closed
-        if not record.ends or (is_closed and self._options.eod is None):
-            return self._end[:0]
-        return self._end
+    def _tokens_of_text(self, shard: Shard, pieces: Iterator[str]) -> Iterator[TokenArray]:
+        def cut_at(byte: int) -> Cut | None:
+            return find_cut(self._tokenizer, *texts_around(shard.path, byte))
+
+        return tokens_of_pieces(
+            self._tokenizer,
+            pieces,
+            first=cut_at(shard.begin) if shard.begin > 0 else None,
+            last=None if shard.is_last else cut_at(shard.end),
+        )
+
+    def _framed(
+        self, document: _Encoded, *, begins: bool
+    ) -> list[tuple[TokenArray, NDArray[np.bool_] | None]]:
+        """Return the tokens of a document, or of a part of it, with those around it."""
+        ids, counted = document.ids, document.counted
+        if begins and not (document.is_closed and self._options.bos is None):
+            opened = self._frame.opened(ids)
+            if counted is not None:
+                counted = np.pad(counted, (len(opened) - len(ids), 0))
+            ids = opened
+        closes = document.ends and not (document.is_closed and self._options.eod is None)
+        after = np.array(self._frame.after if closes else (), dtype=np.int64)
+        return [(ids, counted), (after, None)]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Tokens of a document or of a part of it, and which of them count if not all do."""
+
+    ids: TokenArray
+    counted: NDArray[np.bool_] | None = None
+    ends: bool = False
+    is_closed: bool = False
 
 
 class _Marks:
@@ -304,27 +348,6 @@ class _Marks:
             before = np.ones(self._num_before, dtype=np.bool_)
             path.write_bytes(np.concatenate((before, *self._parts)).tobytes())
         return bool(self._parts)
-
-
-def end_of_document(tokenizer: Tokenizer, eod: str | None) -> NDArray[np.integer]:
-    """Return the tokens that end a document.
-
-    Args:
-        tokenizer: The tokenizer.
-        eod: As in :class:`PrepareOptions`.
-
-    Raises:
-        DataError: If the tokenizer has no such token.
-    """
-    if eod == "":
-        return np.zeros(0, dtype=np.int64)
-    if eod is not None:
-        token = tokenizer.token_id(eod)
-        if token is None:
-            raise DataError(f'the tokenizer {tokenizer.name} has no token "{eod}"')
-        return np.array([token])
-    token = tokenizer.eod_id
-    return np.array([token]) if token is not None else tokenizer.encode(SEPARATOR)
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -177,6 +177,33 @@ def _text_records(shard: Shard, on_bad: OnBad) -> Iterator[Record]:
         yield Record(text=_text(block), ends=shard.is_last)
 
 
+def texts_around(path: Path, at: int) -> tuple[str, str]:
+    """Return text before and after the first line of a file that starts at a byte or later.
+
+    Each has `BLOCK_BYTES` if the file has them. Lines that are not UTF-8 are left out.
+    """
+    with path.open("rb") as file:
+        file.seek(at - 1)
+        file.readline()
+        border = file.tell()
+        file.seek(max(0, border - BLOCK_BYTES))
+        before, after = file.read(min(border, BLOCK_BYTES)), file.read(BLOCK_BYTES)
+    # A character may be cut at the outer ends.
+    before = before.lstrip(bytes(range(0x80, 0xC0)))
+    return _readable(before), _readable(after)
+
+
+def _readable(raw: bytes) -> str:
+    lines = []
+    for line in raw.splitlines(keepends=True):
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                lines.append(line[: error.start].decode("utf-8"))
+    return "".join(lines)
+
+
 def _text(lines: Sequence[bytes]) -> str:
     return b"".join(lines).decode("utf-8").removeprefix("\ufeff")
 

@@ -14,12 +14,11 @@ import numpy as np
 from megacore.config.objects import call_object, import_object
 from megacore.data.indexed import indexed_prefix, read_indexed
 from megacore.data.paths import missing_path
+from megacore.data.special_tokens import Frame, frame_of
 from megacore.data.stream import TokenSource
 from megacore.data.tokenizer import Tokenizer
 from megacore.errors import DataError
 
-# Separator between two documents of one stream.
-SEPARATOR = "\n\n"
 BUILT_IN = ("python-docs", "stdlib")
 
 
@@ -29,7 +28,7 @@ class _Text:
     documents: list[str]
 
 
-def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
+def load_tokens(source: str, tokenizer: Tokenizer, frame: Frame | None = None) -> TokenSource:
     """Read a source of text and tokenize it into one stream.
 
     Args:
@@ -37,6 +36,7 @@ def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
             Python installation), ``"stdlib"`` (the standard library's own sources, about 10 MB),
             a text file in UTF-8, a folder of such files, or the prefix of a ``.bin``/``.idx`` pair.
         tokenizer: Encodes text. A ``.bin``/``.idx`` pair is used as is.
+        frame: Tokens around every document of text. Default: those of the tokenizer.
 
     Raises:
         DataError: If the source does not exist (with the closest names), has no text, or is not
@@ -45,7 +45,7 @@ def load_tokens(source: str, tokenizer: Tokenizer) -> TokenSource:
     prefix = None if source in BUILT_IN else indexed_prefix(source)
     if prefix is not None:
         return _load_indexed(source, prefix)
-    return _joined(source, _read_text(source), tokenizer)
+    return _joined(source, _read_text(source), tokenizer, frame or frame_of(tokenizer))
 
 
 def factory_source(path: str, tokenizer: Tokenizer) -> TokenSource:
@@ -65,12 +65,11 @@ def factory_source(path: str, tokenizer: Tokenizer) -> TokenSource:
     return source
 
 
-def _joined(name: str, text: _Text, tokenizer: Tokenizer) -> TokenSource:
-    last = len(text.documents) - 1
-    parts = [
-        tokenizer.encode(document if number == last else document + SEPARATOR)
-        for number, document in enumerate(text.documents)
-    ]
+def _joined(name: str, text: _Text, tokenizer: Tokenizer, frame: Frame) -> TokenSource:
+    parts = [frame.opened(tokenizer.encode(document)) for document in text.documents]
+    last = len(parts) - (0 if frame.ends_last else 1)
+    after = np.array(frame.after, dtype=parts[0].dtype)
+    parts = [np.concatenate((part, after)) for part in parts[:last]] + parts[last:]
     ends = np.cumsum([len(part) for part in parts])
     return TokenSource(
         name=name,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.errors import DataError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _LibraryTokenizer
 
+    from megacore.data.tokenizer import Tokenizer
+
+# End of a document for a tokenizer without a token for it.
+SEPARATOR = "\n\n"
 # End-of-document tokens of models whose tokenizer comes without a configuration.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # As transformers saves them; older versions wrote the second file only.
@@ -50,6 +60,79 @@ class SpecialTokens:
     def adds_eos(self) -> bool:
         """Whether the tokenizer puts ``eos_id`` after a text by itself."""
         return self.eos_id is not None and self.after[:1] == (self.eos_id,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Tokens around every document; see :func:`frame_of`.
+
+    Attributes:
+        before: Tokens before a document.
+        after: Tokens after one.
+        ends_last: Whether ``after`` also follows the last document of text in memory: not if it
+            only separates documents.
+        description: One clause for the user; empty if the tokenizer has no special tokens.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    ends_last: bool
+    description: str
+
+    def opened(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Return the tokens of a document with those before it, which are not repeated."""
+        if ids[: len(self.before)].tolist() == list(self.before):
+            return ids
+        return np.concatenate((np.array(self.before, dtype=ids.dtype), ids))
+
+
+def frame_of(tokenizer: Tokenizer, *, bos: str | None = None, eod: str | None = None) -> Frame:
+    """Return the tokens around every document.
+
+    Args:
+        tokenizer: The tokenizer.
+        bos: Token before a document; ``None``: those of the tokenizer's own post-processor;
+            ``""``: none.
+        eod: Token after one; ``None``: those of the post-processor, else its end-of-text token,
+            else an empty line; ``""``: none.
+
+    Raises:
+        DataError: If the tokenizer has no such token.
+    """
+    special = tokenizer.special
+    before = special.before if bos is None else _named(tokenizer, bos)
+    if eod is not None:
+        after = _named(tokenizer, eod)
+    elif special.after:
+        after = special.after
+    elif special.eos_id is not None:
+        after = (special.eos_id,)
+    else:
+        after = tuple(tokenizer.encode(SEPARATOR).tolist())
+    is_plain = special == SpecialTokens() and bos is None and eod is None
+    return Frame(
+        before=before,
+        after=after,
+        ends_last=eod is not None or bool(special.after),
+        description="" if is_plain else _description(tokenizer, before, after),
+    )
+
+
+def _named(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
+    if name == "":
+        return ()
+    token = tokenizer.token_id(name)
+    if token is None:
+        raise DataError(f'the tokenizer {tokenizer.name} has no token "{name}"')
+    return (token,)
+
+
+def _description(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
+    first, last = (
+        tokenizer.decode(ids).replace(SEPARATOR, "an empty line") or "no special token"
+        for ids in (before, after)
+    )
+    return f"documents begin with {first} and end with {last}"
 
 
 def read_special_tokens(tokenizer: _LibraryTokenizer, path: Path) -> SpecialTokens:

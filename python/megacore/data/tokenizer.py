@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode several texts."""
 
+    def encode_with_offsets(self, text: str) -> tuple[TokenArray, NDArray[np.int64]]:
+        """Encode ``text``; also return the first and last + 1 character of each token, (N, 2)."""
+
     def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
         """Encode a text; also return which tokens hold a character of its answers."""
 
@@ -81,14 +84,15 @@ class ByteTokenizer:
         """Encode several texts."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_offsets(self, text: str) -> tuple[TokenArray, NDArray[np.int64]]:
+        """Encode ``text``; also return the first and last + 1 character of each byte, (N, 2)."""
+        sizes = [len(char.encode("utf-8")) for char in text]
+        begin = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+        return self.encode(text), np.stack((begin, begin + 1), axis=1)
+
     def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
         """Encode a text; also return which tokens are part of its answers."""
-        ids = self.encode(text.text)
-        counted = np.zeros(len(ids), dtype=np.bool_)
-        for answer in text.answers:
-            begin, end = (len(text.text[:at].encode("utf-8")) for at in answer)
-            counted[begin:end] = True
-        return ids, counted
+        return _marked(self, text)
 
     @property
     def eod_id(self) -> int | None:
@@ -142,14 +146,15 @@ class JsonTokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=self._dtype) for one in encoded]
 
+    def encode_with_offsets(self, text: str) -> tuple[TokenArray, NDArray[np.int64]]:
+        """Encode ``text``; also return the first and last + 1 character of each token, (N, 2)."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoded.ids, dtype=self._dtype), offsets
+
     def encode_marked(self, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
         """Encode a text; also return which tokens hold a character of its answers."""
-        encoded = self._tokenizer.encode(text.text, add_special_tokens=False)
-        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        counted = np.zeros(len(offsets), dtype=np.bool_)
-        for begin, end in text.answers:
-            counted |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-        return np.asarray(encoded.ids, dtype=self._dtype), counted
+        return _marked(self, text)
 
     @functools.cached_property
     def special(self) -> SpecialTokens:
@@ -170,6 +175,14 @@ class JsonTokenizer:
         """Decode ``ids``."""
         tokens = [operator.index(token) for token in ids]
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _marked(tokenizer: Tokenizer, text: MarkedText) -> tuple[TokenArray, NDArray[np.bool_]]:
+    ids, offsets = tokenizer.encode_with_offsets(text.text)
+    counted = np.zeros(len(ids), dtype=np.bool_)
+    for begin, end in text.answers:
+        counted |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+    return ids, counted
 
 
 def load_tokenizer(name: str) -> Tokenizer:

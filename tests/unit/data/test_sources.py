@@ -15,7 +15,7 @@ from megacore.data import (
     write_indexed,
 )
 from megacore.data.loading import split_range
-from megacore.data.sources import SEPARATOR
+from megacore.data.special_tokens import SEPARATOR
 from megacore.errors import DataError
 
 
