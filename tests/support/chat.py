@@ -61,7 +61,9 @@ def save_tokenizer(folder: Path, *, template: str) -> Any:
     )
     texts = [message["content"] for row in CONVERSATIONS for message in row["messages"]]
     tokenizer.train_from_iterator(texts * 3, trainer)
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
     whole.chat_template = template
     whole.save_pretrained(folder)
     return whole

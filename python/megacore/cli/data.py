@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
     add("--tokenizer", metavar="FILE", help="tokenizer.json, or bytes (prepare: bytes)")
     add("--field", default="text", help="field or column with the text (text)")
     add("--kind", choices=["text", "jsonl", "parquet"], help="format (by suffix)")
+    add("--bos", metavar="TOKEN", help='token before each document (as the tokenizer); "" for none')
     add("--eod", metavar="TOKEN", help='token after each document (the tokenizer\'s); "" for none')
     add("--skip-bad", action="store_true", help="prepare: leave out records that cannot be read")
     add("--workers", type=whole_number, metavar="N", help="prepare: processes (all processors)")
@@ -60,14 +61,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    from megacore.data import load_tokenizer
     from megacore.data.prepare import PrepareOptions, prepare
     from megacore.data.records import find_files
+    from megacore.data.special_tokens import frame_of
 
     output = _output(args)
     options = PrepareOptions(
         tokenizer=args.tokenizer or "bytes",
         field=args.field,
         kind=args.kind,
+        bos=args.bos,
         eod=args.eod,
         skip_bad=args.skip_bad,
         advice="; --skip-bad leaves such records out",
@@ -76,6 +80,9 @@ def _prepare(args: argparse.Namespace) -> None:
     with progress_bar(f"preparing {output}") as progress:
         result = prepare(files, output, options, workers=args.workers, progress=progress)
     print(f"{output}.bin, .idx: {result.num_documents:,} documents, {result.num_tokens:,} tokens")
+    frame = frame_of(load_tokenizer(options.tokenizer), bos=args.bos, eod=args.eod)
+    for note in frame.notes + result.notes:
+        print(note)
     if result.num_empty:
         print(f"{result.num_empty:,} documents without text were left out")
     if result.num_skipped:

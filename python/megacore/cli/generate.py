@@ -66,8 +66,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="TEXT",
         action="append",
         default=argparse.SUPPRESS,
-        help="end before this text; may be given several times (default: only the tokenizer's "
-        "end-of-document token ends a text)",
+        help="end before this text; may be given several times (default: only the ids that the "
+        "model's files name as the end, and the tokenizer's end-of-document token, end a text)",
+    )
+    parser.add_argument(
+        "--bos",
+        metavar="TOKEN",
+        default=argparse.SUPPRESS,
+        help='token before each prompt; "" for none (default: as in training, data.bos)',
     )
 
 
@@ -78,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megacore.checkpoint.restore import restore_model
+    from megacore.data.special_tokens import frame_of
     from megacore.models.generate import Sampling, stream
 
     sampling = Sampling(  # checked before a large model is loaded
@@ -94,10 +101,24 @@ def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     restored = restore_model(args.checkpoint, device=device)
     _require_tokenizer(args.checkpoint, restored)
-    prompts = [restored.tokenizer.encode(prompt).tolist() for prompt in args.prompt]
-    texts = [Continuation(restored.tokenizer, ids, stops) for ids in prompts]
-    _show(texts, stream(restored.model, prompts, sampling), args.max_new_tokens)
+    tokenizer, data = restored.tokenizer, restored.config.data
+    frame = frame_of(tokenizer, bos=getattr(args, "bos", data.bos), eod=data.eod)
+    prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
+    ends = _ends(args.checkpoint, tokenizer, data.eod)
+    texts = [Continuation(tokenizer, ids.tolist(), stops, ends) for ids in prompts]
+    opened = [frame.opened(ids).tolist() for ids in prompts]
+    _show(texts, stream(restored.model, opened, sampling), args.max_new_tokens)
     return 0
+
+
+def _ends(checkpoint: Path, tokenizer: Tokenizer, eod: str | None) -> frozenset[int]:
+    """Return the ids that end a text: by the model's files, and of its training documents."""
+    from megacore.data.special_tokens import generation_ends
+
+    folders = (checkpoint, *([] if tokenizer.name == "bytes" else [Path(tokenizer.name)]))
+    stated = next((ends for folder in folders if (ends := generation_ends(folder))), ())
+    of_documents = tokenizer.token_id(eod) if eod else tokenizer.special.eos_id
+    return frozenset(stated) | ({of_documents} if of_documents is not None else set())
 
 
 class Continuation:
@@ -107,14 +128,22 @@ class Continuation:
         tokenizer: Decoder of the tokens.
         prompt: Token ids.
         stops: Texts that end the continuation and do not belong to it.
+        ends: Ids that end the continuation and do not belong to it.
 
     Attributes:
         has_ended: Whether a stop text or the end of the document was reached.
         num_new: Tokens after the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._ends = ends
         self._ids = list(prompt)
         self._stops = stops
         self._taken = 0
@@ -126,7 +155,7 @@ class Continuation:
         """Append a token."""
         self.num_new += 1
         self._ids.append(token)
-        self.has_ended = token == self._tokenizer.eod_id or self._text()[1]
+        self.has_ended = token in self._ends or self._text()[1]
 
     def take(self, *, all_of_it: bool) -> str:
         """Return the text after that of the last call, without an end that may still change.
@@ -146,7 +175,8 @@ class Continuation:
 
     def _text(self) -> tuple[str, bool]:
         """Return the text up to the first stop text, and whether there is one."""
-        ids = self._ids[:-1] if self._ids[-1] == self._tokenizer.eod_id else self._ids
+        has_end = self.num_new > 0 and self._ids[-1] in self._ends
+        ids = self._ids[:-1] if has_end else self._ids
         text = self._tokenizer.decode(ids)
         found = [text.find(stop, self._prompt_length) for stop in self._stops]
         ends = [position for position in found if position >= 0]

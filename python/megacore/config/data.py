@@ -56,6 +56,16 @@ class DataConfig(Section):
     tokenizer: str = Field(
         default="bytes", min_length=1, description="`bytes`, or the path of a `tokenizer.json`."
     )
+    bos: str | None = Field(
+        default=None,
+        description="Token before every document of text, e.g. `<s>`; an empty string: none. "
+        "Default: as the tokenizer itself has it.",
+    )
+    eod: str | None = Field(
+        default=None,
+        description="Token after every document of text, e.g. `</s>`; an empty string: none. "
+        "Default: that of the tokenizer, or an empty line.",
+    )
     field: str = Field(
         default="text",
         min_length=1,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +20,17 @@ from megacore.data.indexed import IndexedTokens, indexed_prefix
 from megacore.data.megatron import megatron_samples, split_borders
 from megacore.data.own import own_datasets
 from megacore.data.packing import PackedDataset
-from megacore.data.prepare import PrepareOptions, Progress, preparation_facts, prepare
+from megacore.data.prepare import (
+    Prepared,
+    PrepareOptions,
+    Progress,
+    preparation_facts,
+    prepare,
+)
 from megacore.data.records import FileKind, find_files, kind_of_file
 from megacore.data.sample import Samples
 from megacore.data.sources import BUILT_IN, factory_source, load_tokens
+from megacore.data.special_tokens import frame_of
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
@@ -48,6 +56,7 @@ class TrainingData:
         unigram_entropy: Entropy of the training tokens of the first source, in nats per token. A
             loss below it proves that the model uses context.
         default_normalization: Default of ``train.loss_normalization``.
+        notes: Sentences about the tokens for the start of a run.
     """
 
     sources: Mapping[str, TokenSource]
@@ -57,6 +66,7 @@ class TrainingData:
     validation_weights: Mapping[str, float]
     unigram_entropy: float
     default_normalization: Literal["microbatch", "token"] = "microbatch"
+    notes: tuple[str, ...] = ()
 
 
 def load_data(
@@ -126,6 +136,7 @@ def load_data(
         validation_weights={name: weights.get(name, 1.0) for name in validation},
         unigram_entropy=unigram_entropy(first.tokens),
         default_normalization="token" if ignores_tokens else "microbatch",
+        notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
     )
 
 
@@ -187,11 +198,17 @@ def open_source(
         opened = factory_source(source.path, tokenizer)
     elif (files := _files_to_prepare(source, data)) is not None:
         options = PrepareOptions(
-            tokenizer=data.tokenizer, field=data.field, kind=_file_kind(source.kind)
+            tokenizer=data.tokenizer,
+            field=data.field,
+            kind=_file_kind(source.kind),
+            bos=data.bos,
+            eod=data.eod,
         )
         opened = _prepared(source, files, options, cache_folder(data.cache), progress)
     else:
-        opened = load_tokens(source.path, tokenizer)
+        opened = load_tokens(
+            source.path, tokenizer, frame_of(tokenizer, bos=data.bos, eod=data.eod)
+        )
     count = min(CHECKED_TOKENS, opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
     return opened
@@ -227,14 +244,23 @@ def _prepared(
     facts = {"files": [file_facts(path) for path in files], **preparation_facts(options)}
 
     def build(partial: Path) -> None:
-        prepare(files, partial / "tokens", options, progress=progress)
+        prepared = prepare(files, partial / "tokens", options, progress=progress)
+        (partial / "prepared.json").write_text(json.dumps(asdict(prepared)), encoding="utf-8")
 
     folder = built_once(cache, "tokens", facts, build)
     tokenizer = load_tokenizer(options.tokenizer)
+    prepared = Prepared(**json.loads((folder / "prepared.json").read_text(encoding="utf-8")))
+    frame = frame_of(tokenizer, bos=options.bos, eod=options.eod)
     opened = load_tokens(str(folder / "tokens"), tokenizer)
     count = f"{opened.num_documents:,} documents"
     description = f"{source.path}, {count}, prepared in {folder}"
-    return replace(opened, name=source.path, description=description, tokenizer=tokenizer)
+    return replace(
+        opened,
+        name=source.path,
+        description=description,
+        tokenizer=tokenizer,
+        notes=frame.notes + prepared.notes,
+    )
 
 
 def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:

@@ -94,6 +94,8 @@ class Prepared:
         num_empty: Documents without text, left out.
         num_skipped: Records that could not be read, left out.
         first_skipped: The first of these, as one sentence.
+        num_left_out: Answers of conversations that do not count in the loss.
+        num_unprompted: Answers that do not begin as the chat template prompts for them.
     """
 
     num_documents: int
@@ -101,6 +103,21 @@ class Prepared:
     num_empty: int
     num_skipped: int
     first_skipped: str
+    num_left_out: int = 0
+    num_unprompted: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user about answers of conversations."""
+        notes = (
+            f"answers left out of the loss: {self.num_left_out:,} (the chat template renders them "
+            "otherwise once other messages follow; mark its answers with {% generation %} to "
+            "train on all)",
+            "answers that do not begin as the chat template prompts for them, e.g. with "
+            f"reasoning: {self.num_unprompted:,} (they count from where they differ)",
+        )
+        counts = (self.num_left_out, self.num_unprompted)
+        return tuple(note for note, count in zip(notes, counts, strict=True) if count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +130,9 @@ class _Part:
     num_empty: int
     num_skipped: int
     first_skipped: str
-    is_marked: bool = False
+    num_left_out: int
+    num_unprompted: int
+    is_marked: bool
 
 
 def prepare(
@@ -236,13 +255,15 @@ class _Encoder:
             problems.append(sentence)
 
         lengths: list[int] = []
-        length = num_empty = 0
+        length = num_empty = num_left_out = num_unprompted = 0
         data = parts / f"{number:06}.bin"
         partial = data.with_suffix(".partial")
         continues = shard.kind == "text" and shard.begin > 0
         marks = _Marks()
         with partial.open("wb") as file:
             for document in self._encoded(shard, on_bad):
+                num_left_out += document.num_left_out
+                num_unprompted += document.num_unprompted
                 begins = length == 0 and not (continues and not lengths)
                 if document.ends and begins and len(document.ids) == 0:
                     num_empty += 1
@@ -264,6 +285,8 @@ class _Encoder:
             num_empty=num_empty,
             num_skipped=len(problems),
             first_skipped=problems[0] if problems else "",
+            num_left_out=num_left_out,
+            num_unprompted=num_unprompted,
             is_marked=is_marked,
         )
         path = _facts_path(parts, number)
@@ -287,8 +310,13 @@ class _Encoder:
                 if isinstance(record.text, str):
                     yield _Encoded(next(encoded), ends=record.ends)
                 else:
-                    ids, counted = self._tokenizer.encode_marked(record.text)
-                    yield _Encoded(ids, counted, ends=True, is_closed=record.text.is_closed)
+                    yield _Encoded(
+                        *self._tokenizer.encode_marked(record.text),
+                        ends=True,
+                        is_closed=record.text.is_closed,
+                        num_left_out=record.text.num_left_out,
+                        num_unprompted=record.text.num_unprompted,
+                    )
 
     def _tokens_of_text(self, shard: Shard, pieces: Iterator[str]) -> Iterator[TokenArray]:
         def cut_at(byte: int) -> Cut | None:
@@ -324,6 +352,8 @@ class _Encoded:
     counted: NDArray[np.bool_] | None = None
     ends: bool = False
     is_closed: bool = False
+    num_left_out: int = 0
+    num_unprompted: int = 0
 
 
 class _Marks:
@@ -392,7 +422,7 @@ def _facts_path(parts: Path, number: int) -> Path:
 
 
 def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) -> Prepared:
-    num_empty = num_skipped = 0
+    num_empty = num_skipped = num_left_out = num_unprompted = 0
     first_skipped = ""
     open_length = 0
     with IndexWriter(prefix, dtype) as writer:
@@ -415,6 +445,8 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
                 open_length = 0
             num_empty += facts.num_empty
             num_skipped += facts.num_skipped
+            num_left_out += facts.num_left_out
+            num_unprompted += facts.num_unprompted
             first_skipped = first_skipped or facts.first_skipped
         if open_length:
             writer.add(open_length)
@@ -425,4 +457,6 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
         num_empty=num_empty,
         num_skipped=num_skipped,
         first_skipped=first_skipped,
+        num_left_out=num_left_out,
+        num_unprompted=num_unprompted,
     )

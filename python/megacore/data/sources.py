@@ -77,6 +77,7 @@ def _joined(name: str, text: _Text, tokenizer: Tokenizer, frame: Frame) -> Token
         tokens=np.concatenate(parts),
         document_starts=[0, *ends[:-1].tolist()],
         tokenizer=tokenizer,
+        notes=frame.notes,
     )
 
 

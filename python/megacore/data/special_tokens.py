@@ -23,7 +23,7 @@ SEPARATOR = "\n\n"
 # End-of-document tokens of models whose tokenizer comes without a configuration.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # As transformers saves them; older versions wrote the second file only.
-_NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # As transformers reads the ids: the first file that has them counts.
 _END_FILES = ("generation_config.json", "config.json")
 
@@ -71,13 +71,13 @@ class Frame:
         after: Tokens after one.
         ends_last: Whether ``after`` also follows the last document of text in memory: not if it
             only separates documents.
-        description: One clause for the user; empty if the tokenizer has no special tokens.
+        notes: A line for the user; none if the tokenizer has no special tokens.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     ends_last: bool
-    description: str
+    notes: tuple[str, ...] = ()
 
     def opened(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
         """Return the tokens of a document with those before it, which are not repeated."""
@@ -114,7 +114,7 @@ def frame_of(tokenizer: Tokenizer, *, bos: str | None = None, eod: str | None = 
         before=before,
         after=after,
         ends_last=eod is not None or bool(special.after),
-        description="" if is_plain else _description(tokenizer, before, after),
+        notes=() if is_plain else (_description(tokenizer, before, after),),
     )
 
 
@@ -171,8 +171,8 @@ def token_names(path: Path) -> dict[str, str]:
         path: The tokenizer's file or folder.
     """
     names: dict[str, str] = {}
-    for file in _NAME_FILES:
-        for key, value in _json_object(_folder_of(path) / file).items():
+    for file in NAME_FILES:
+        for key, value in _json_object(folder_of(path) / file).items():
             content = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(content, str) and content:
                 names.setdefault(key, content)
@@ -189,7 +189,7 @@ def generation_ends(path: Path) -> tuple[int, ...]:
         path: The folder, or a file in it.
     """
     for file in _END_FILES:
-        found = _json_object(_folder_of(path) / file).get("eos_token_id")
+        found = _json_object(folder_of(path) / file).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
         ends = tuple(end for end in ids if isinstance(end, int) and not isinstance(end, bool))
         if ends:
@@ -197,7 +197,8 @@ def generation_ends(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _folder_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
+    """Return the folder of a tokenizer that is given by its file or folder."""
     return path if path.is_dir() else path.parent
 
 

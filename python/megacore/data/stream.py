@@ -27,6 +27,7 @@ class TokenSource:
         loss_mask: Whether the loss of predicting each token counts, 1-D, uint8; ``None``: all.
         indexed: The files that the tokens are mapped from, if any.
         tokenizer: The tokenizer of the ids; ``None`` if it is not known.
+        notes: Sentences about the tokens for the start of a run.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TokenSource:
     loss_mask: NDArray[np.uint8] | None = None
     indexed: IndexedTokens | None = None
     tokenizer: Tokenizer | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megacore.data.chat import MarkedText
 
 TokenArray = NDArray[np.integer]
+_SAVE_ADVICE = (
+    "write one with AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) of transformers"
+)
 
 
 class Tokenizer(Protocol):
@@ -218,8 +221,7 @@ def _missing_text(path: Path) -> str:
         return f"{missing}; did you mean {folder / 'tokenizer.json'}?"
     return (
         f"{missing}; the tokenizer files in {folder.absolute()} are {', '.join(found)}, but "
-        "megacore reads a tokenizer.json; write one with "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) of transformers"
+        f"megacore reads a tokenizer.json; {_SAVE_ADVICE}"
     )
 
 
@@ -249,9 +251,11 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
     try:
         tokenizer = LibraryTokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of bad file
+        advice = "name the file tokenizer.json of the model's folder"
+        if path.name != "tokenizer.json" and _is_tokenizer_file(path.name):
+            advice = _SAVE_ADVICE
         raise DataError(
-            f"{path} is not a tokenizer.json of the tokenizers library ({error}); name the file "
-            "tokenizer.json of the model's folder"
+            f"{path} is not a tokenizer.json of the tokenizers library ({error}); {advice}"
         ) from error
     # The file stores both, and they would truncate or pad every document.
     tokenizer.no_truncation()

@@ -213,7 +213,7 @@ class _Run:
                 self._info(wall_time_s=None),
                 layout=trainer.layout_text(),
                 folder=self._dir,
-                notes=config.notes + found.skipped + notes + changed,
+                notes=config.notes + trainer.data.notes + found.skipped + notes + changed,
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:

@@ -105,6 +105,7 @@ BAD = [
     ({"messages": ["x"]}, 'every message must be an object with a "role"'),
     ({"messages": [{"content": "x"}]}, 'every message must be an object with a "role"'),
     ({"messages": 7}, 'the field "messages" must be text, got int'),
+    ({"messages": MESSAGES, "tools": "[]"}, '"tools" must be a list of objects'),
     ({"other": []}, 'no field "messages"; it has other'),
     (
         {"messages": [{"role": "alien", "content": "x"}, {"role": "assistant", "content": "y"}]},
@@ -146,27 +147,89 @@ def test_other_numbers_of_fields_are_one_sentence(field: str) -> None:
         PrepareOptions(field=field)
 
 
-def test_a_template_that_changes_earlier_answers_needs_marks() -> None:
-    source = "{% for m in messages %}{{ m.content if loop.last else '...' }}{% endfor %}"
-    template = ChatTemplate(source, tokens={}, name="t")
-    with pytest.raises(ValueError, match="renders message 1 differently alone"):
+# As Qwen3's: only the last answer has a block of reasoning.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_an_answer_that_is_rendered_otherwise_before_others_does_not_count(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=THINKING)
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 2)
+    options = PrepareOptions(tokenizer=str(tmp_path), field="messages")
+    result = prepare([path], tmp_path / "x", options)
+    assert result.num_left_out == 2
+    [note] = result.notes
+    assert note.startswith("answers left out of the loss: 2 (the chat template renders them")
+    indexed = read_indexed(tmp_path / "x")
+    learned = indexed.sequence(0)[indexed.mask_of(0).astype(bool)]
+    expected = "<think>\n\n</think>\n\nEight 😀.<|im_end|>\n"
+    assert load_tokenizer(str(tmp_path)).decode(learned.tolist()) == expected
+    # A run states it at its start, also if its cache is there already.
+    config = DataConfig(
+        source=str(path), tokenizer=str(tmp_path), field="messages", cache=str(tmp_path / "cache")
+    )
+    for _ in range(2):
+        assert note in load_data(config, seq_length=8, seed=1).notes
+
+
+def test_a_conversation_without_an_answer_as_it_is_generated_is_one_sentence() -> None:
+    template = ChatTemplate({"default": THINKING}, tokens={}, name="t")
+    with pytest.raises(ValueError, match="template t renders no answer as it is generated; end"):
         template.render([*MESSAGES[1:3], {"role": "user", "content": "more"}])
+    source = "{% for m in messages if m.marked %}{% generation %}x{% endgeneration %}{% endfor %}"
+    template = ChatTemplate({"default": source}, tokens={}, name="t")
+    with pytest.raises(ValueError, match="template t marks no answer of it"):
+        template.render(MESSAGES)
 
 
-def test_templates_of_the_configuration_are_found(tmp_path: Path) -> None:
+def test_an_answer_without_the_prompted_reasoning_counts_from_the_difference() -> None:
+    prompt = "{% if add_generation_prompt %}A:<think>\n{% endif %}"
+    source = "{% for m in messages %}{{ m.role[0] | upper }}:{{ m.content }};{% endfor %}" + prompt
+    template = ChatTemplate({"default": source}, tokens={}, name="t")
+    rendered = template.render(MESSAGES)
+    assert rendered.num_unprompted == 2
+    learned = [rendered.text[begin:end] for begin, end in rendered.answers]
+    assert learned == ["Four, naïvely.;", "Eight 😀.;"]
+
+
+def rendered(folder: Path, tools: list[dict[str, Any]] | None = None) -> str:
+    """Return a conversation as the templates of a folder render it, checked by transformers."""
+    from transformers import AutoTokenizer
+
+    template = ChatTemplate.of_tokenizer(str(folder))
+    assert template is not None
+    messages = [{"role": "assistant", "content": ""}]
+    oracle = AutoTokenizer.from_pretrained(folder)
+    text = template.render(messages, tools).text
+    assert text == oracle.apply_chat_template(messages, tools=tools, tokenize=False)
+    return text
+
+
+def test_templates_are_chosen_by_name_as_in_transformers(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=CHATML)
+    (tmp_path / "chat_template.jinja").unlink()
+    path = tmp_path / "tokenizer_config.json"
     named = [
         {"name": "tool_use", "template": "T"},
-        {"name": "default", "template": "D{{ bos_token }}"},
+        {"name": "default", "template": "D{{ bos_token }}{{ pad_token is defined }}"},
     ]
-    config = {"chat_template": named, "bos_token": {"content": "<s>"}, "eos_token": None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    template = ChatTemplate.of_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert template is not None
-    assert template.render([{"role": "assistant", "content": ""}]).text == "D<s>"
-    (tmp_path / "chat_template.jinja").write_text("J")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    assert rendered(tmp_path) == "D<|endoftext|>False"
+    assert rendered(tmp_path, [{"name": "x"}]) == rendered(tmp_path, []) == "T"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("U")
+    assert rendered(tmp_path, [{"name": "x"}]) == "U"
     template = ChatTemplate.of_tokenizer(str(tmp_path))
     assert template is not None
-    assert template.render([{"role": "assistant", "content": ""}]).text == "J"
+    with pytest.raises(ValueError, match='must have one with the name "default", got tool_use'):
+        template.render([{"role": "assistant", "content": ""}])
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert rendered(tmp_path) == "J"
+    assert rendered(tmp_path, [{"name": "x"}]) == "U"
     assert ChatTemplate.of_tokenizer("bytes") is None
 
 

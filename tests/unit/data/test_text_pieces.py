@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_tokens_of_pieces_are_those_of_the_whole(
     text = long_text(seed, 20_000)
     borders = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     edges = [0, *borders, len(text)]
-    pieces = [text[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in pairwise(edges)]
     parts = list(tokens_of_pieces(tokenizer, pieces, first=None, last=None))
     assert [int(token) for part in parts for token in part] == tokenizer.encode(text).tolist()
 
