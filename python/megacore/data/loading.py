@@ -206,9 +206,10 @@ def open_source(
         )
         opened = _prepared(source, files, options, cache_folder(data.cache), progress)
     else:
-        opened = load_tokens(
-            source.path, tokenizer, frame_of(tokenizer, bos=data.bos, eod=data.eod)
-        )
+        frame = frame_of(tokenizer, bos=data.bos, eod=data.eod)
+        opened = load_tokens(source.path, tokenizer, frame)
+        if opened.indexed is not None:
+            opened = replace(opened, notes=frame.notes_on_files(opened.tokens, source.path))
     count = min(CHECKED_TOKENS, opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
     return opened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,12 +70,14 @@ class Frame:
         after: Tokens after one.
         ends_last: Whether ``after`` also follows the last document of text in memory: not if it
             only separates documents.
+        opening: ``before`` as text.
         notes: A line for the user; none if the tokenizer has no special tokens.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     ends_last: bool
+    opening: str
     notes: tuple[str, ...] = ()
 
     def opened(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
@@ -84,6 +85,15 @@ class Frame:
         if ids[: len(self.before)].tolist() == list(self.before):
             return ids
         return np.concatenate((np.array(self.before, dtype=ids.dtype), ids))
+
+    def notes_on_files(self, tokens: NDArray[np.integer], name: str) -> tuple[str, ...]:
+        """Return a line for the user if tokens from files do not begin with ``before``."""
+        if len(self.opened(tokens[: len(self.before)])) == len(self.before):
+            return ()
+        return (
+            f"the tokens of {name} do not begin with {self.opening}, which the tokenizer puts "
+            'before a text; if that is meant, set data.bos = "", or megacore generate does so too',
+        )
 
 
 def frame_of(tokenizer: Tokenizer, *, bos: str | None = None, eod: str | None = None) -> Frame:
@@ -109,12 +119,14 @@ def frame_of(tokenizer: Tokenizer, *, bos: str | None = None, eod: str | None = 
         after = (special.eos_id,)
     else:
         after = tuple(tokenizer.encode(SEPARATOR).tolist())
+    opening = tokenizer.decode(before)
     is_plain = special == SpecialTokens() and bos is None and eod is None
     return Frame(
         before=before,
         after=after,
         ends_last=eod is not None or bool(special.after),
-        notes=() if is_plain else (_description(tokenizer, before, after),),
+        opening=opening,
+        notes=() if is_plain else (_description(opening, tokenizer.decode(after)),),
     )
 
 
@@ -127,12 +139,10 @@ def _named(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
     return (token,)
 
 
-def _description(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
-    first, last = (
-        tokenizer.decode(ids).replace(SEPARATOR, "an empty line") or "no special token"
-        for ids in (before, after)
-    )
-    return f"documents begin with {first} and end with {last}"
+def _description(before: str, after: str) -> str:
+    first, last = before or "no special token", after or "no special token"
+    last = last.replace(SEPARATOR, "an empty line")
+    return f"documents begin with {first} and end with {last} (data.bos, data.eod)"
 
 
 def read_special_tokens(tokenizer: _LibraryTokenizer, path: Path) -> SpecialTokens:

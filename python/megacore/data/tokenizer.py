@@ -251,9 +251,10 @@ def _open_tokenizer(path: Path) -> _LibraryTokenizer:
     try:
         tokenizer = LibraryTokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of bad file
+        whole = path.parent / "tokenizer.json"
         advice = "name the file tokenizer.json of the model's folder"
-        if path.name != "tokenizer.json" and _is_tokenizer_file(path.name):
-            advice = _SAVE_ADVICE
+        if path != whole and _is_tokenizer_file(path.name):
+            advice = f"name {whole}" if whole.is_file() else _SAVE_ADVICE
         raise DataError(
             f"{path} is not a tokenizer.json of the tokenizers library ({error}); {advice}"
         ) from error

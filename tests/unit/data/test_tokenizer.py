@@ -121,3 +121,16 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "merges.txt", "qwen.tiktoken"])
+def test_a_file_of_another_library_gets_the_advice_of_its_folder(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / name
+    path.write_bytes(b'{"a": 0}' if name.endswith("json") else b"\x0a\xff\xfe")
+    advice = r"write one with AutoTokenizer\.from_pretrained\(\.\.\.\)\.save_pretrained\(FOLDER\)"
+    with pytest.raises(DataError, match=f"{name} is not a tokenizer.json .*; {advice}"):
+        load_tokenizer(str(path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=f"; name .*{tmp_path.name}/tokenizer.json$"):
+        load_tokenizer(str(path))
