@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> None:
     from megacore.data import load_tokenizer
+    from megacore.data.frame import frame_of
     from megacore.data.prepare import PrepareOptions, prepare
     from megacore.data.records import find_files
-    from megacore.data.special_tokens import frame_of
 
     output = _output(args)
     options = PrepareOptions(
@@ -169,7 +169,10 @@ def _as_json(sample: Sample) -> dict[str, Any]:
 
 
 def _print_sample(number: int, sample: Sample, tokenizer: Tokenizer) -> None:
-    """Print the text of a sample: learned tokens green, others dim, a bar before each document."""
+    """Print the text of a sample: learned tokens green, others dim, a bar before each document.
+
+    Without colors, learned tokens are in ``{+ +}`` if some are not learned.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -180,14 +183,18 @@ def _print_sample(number: int, sample: Sample, tokenizer: Tokenizer) -> None:
     text.append(f"starts of documents: {len(starts)}\n")
     # A token is learned where it is the label of the one before it.
     learned = [False, *(sample.labels[:-1] >= 0).tolist()]
+    left, right = ("", "") if console.color_system or all(learned[1:]) else ("{+", "+}")
     begin = 0
     for end in range(1, len(learned) + 1):
         if end < len(learned) and learned[end] == learned[begin] and end not in starts:
             continue
         if begin in starts:
             text.append("|", style="bold cyan")
-        piece = tokenizer.decode(sample.tokens[begin:end])
-        text.append(_printable(piece), style="not bold green" if learned[begin] else "dim not bold")
+        piece = _printable(tokenizer.decode(sample.tokens[begin:end]))
+        if learned[begin]:
+            text.append(f"{left}{piece}{right}", style="not bold green")
+        else:
+            text.append(piece, style="dim not bold")
         begin = end
     console.print(text, soft_wrap=True)
 

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megacore.checkpoint.restore import restore_model
-    from megacore.data.special_tokens import frame_of
+    from megacore.data.frame import frame_of
     from megacore.models.generate import Sampling, stream
 
     sampling = Sampling(  # checked before a large model is loaded

@@ -10,8 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.data.special_tokens import NAME_FILES, folder_of, token_names
-from megacore.data.tokenizer import ByteTokenizer
+from megacore.data.special_tokens import BYTES, NAME_FILES, folder_of, token_names
 from megacore.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def marked_pair(prompt: str, completion: str) -> MarkedText:
 
 def template_files(tokenizer: str) -> list[Path]:
     """Return the files beside a tokenizer that conversations and special tokens depend on."""
-    if tokenizer == ByteTokenizer.name:
+    if tokenizer == BYTES:
         return []
     folder = folder_of(Path(tokenizer))
     names = [_TEMPLATE_FILE, *NAME_FILES]
@@ -107,7 +106,7 @@ class ChatTemplate:
         Raises:
             DataError: If one is not valid.
         """
-        if tokenizer == ByteTokenizer.name:
+        if tokenizer == BYTES:
             return None
         folder = folder_of(Path(tokenizer))
         files = {_DEFAULT: folder / _TEMPLATE_FILE} if (folder / _TEMPLATE_FILE).is_file() else {}

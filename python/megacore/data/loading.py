@@ -16,6 +16,7 @@ from megacore.config.data import SourceKind
 from megacore.data.blend import Blend
 from megacore.data.cache import built_once, cache_folder, file_facts
 from megacore.data.dataset import Dataset, mixed_seed, unigram_entropy
+from megacore.data.frame import frame_of
 from megacore.data.indexed import IndexedTokens, indexed_prefix
 from megacore.data.megatron import megatron_samples, split_borders
 from megacore.data.own import own_datasets
@@ -30,7 +31,6 @@ from megacore.data.prepare import (
 from megacore.data.records import FileKind, find_files, kind_of_file
 from megacore.data.sample import Samples
 from megacore.data.sources import BUILT_IN, factory_source, load_tokens
-from megacore.data.special_tokens import frame_of
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError

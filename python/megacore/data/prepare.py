@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megacore.data.cache import file_facts, remove_partial
 from megacore.data.chat import ChatTemplate, template_files
+from megacore.data.frame import frame_of
 from megacore.data.indexed import IndexWriter, token_dtype
 from megacore.data.records import (
     FileKind,
@@ -35,7 +36,6 @@ from megacore.data.records import (
     shards_of,
     texts_around,
 )
-from megacore.data.special_tokens import frame_of
 from megacore.data.text_pieces import Cut, find_cut, tokens_of_pieces
 from megacore.data.tokenizer import ByteTokenizer, TokenArray, load_tokenizer
 from megacore.errors import DataError
@@ -146,7 +146,7 @@ def prepare(
     """Tokenize files into ``<prefix>.bin`` and ``<prefix>.idx``, in the order of the files.
 
     The result does not depend on the number of processes. Every document gets the tokens of
-    :func:`~megacore.data.special_tokens.frame_of` around it; conversations have their own.
+    :func:`~megacore.data.frame.frame_of` around it; conversations have their own.
 
     Args:
         files: Text, JSON lines or parquet files.

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from megacore.config.objects import call_object, import_object
+from megacore.data.frame import Frame, frame_of
 from megacore.data.indexed import indexed_prefix, read_indexed
 from megacore.data.paths import missing_path
-from megacore.data.special_tokens import Frame, frame_of
 from megacore.data.stream import TokenSource
 from megacore.data.tokenizer import Tokenizer
 from megacore.errors import DataError

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.paths import missing_path
-from megacore.data.special_tokens import SpecialTokens, read_special_tokens
+from megacore.data.special_tokens import BYTES, SpecialTokens, read_special_tokens
 from megacore.errors import DataError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ByteTokenizer:
         'né'
     """
 
-    name = "bytes"
+    name = BYTES
     vocab_size = 256
     special = SpecialTokens()
 

@@ -358,6 +358,8 @@ def test_show_colours_what_is_learned_and_marks_documents(
         assert f"{bar}{dim}{prompt}{end}{green}{answer}" in shown
     assert f"{bar}{dim}····{end}" in shown
     monkeypatch.delenv("FORCE_COLOR")
+    assert main(arguments) == 0
+    assert "|ask{+say\n\n+}|a{+b\n\n+}|····" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert sum(row["loss_mask"]) == 8

@@ -14,8 +14,8 @@ from megacore.data import (
     unigram_entropy,
     write_indexed,
 )
+from megacore.data.frame import SEPARATOR
 from megacore.data.loading import split_range
-from megacore.data.special_tokens import SEPARATOR
 from megacore.errors import DataError
 
 

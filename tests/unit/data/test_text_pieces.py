@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megacore.data import load_tokenizer, read_indexed
 from megacore.data import records as records_module
+from megacore.data.frame import frame_of
 from megacore.data.prepare import PrepareOptions, prepare
-from megacore.data.special_tokens import frame_of
 from megacore.data.text_pieces import find_cut, tokens_of_pieces
 from megacore.data.tokenizer import Tokenizer
 from tests.support.tokenizers import TEXTS, save_byte_level, save_llama_like, save_unigram
