@@ -36,7 +36,7 @@ def save_llama_like(
     # Without line ends, which Llama's vocabulary has as bytes only.
     words = " ".join(TEXTS).split()
     trained.train_from_iterator(
-        words * 3, trainers.BpeTrainer(vocab_size=420, special_tokens=specials)
+        words * 3, trainers.BpeTrainer(vocab_size=420, special_tokens=specials, show_progress=False)
     )
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -136,7 +136,7 @@ def load_data(
         validation_weights={name: weights.get(name, 1.0) for name in validation},
         unigram_entropy=unigram_entropy(first.tokens),
         default_normalization="token" if ignores_tokens else "microbatch",
-        notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
+        notes=_notes((*sources.values(), *held_out.values())),
     )
 
 
@@ -260,8 +260,12 @@ def _prepared(
         name=source.path,
         description=description,
         tokenizer=tokenizer,
-        notes=frame.notes + prepared.notes,
+        notes=frame.notes + tuple(f"{source.label}: {note}" for note in prepared.notes),
     )
+
+
+def _notes(sources: Iterable[TokenSource]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for source in sources for note in source.notes))
 
 
 def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:

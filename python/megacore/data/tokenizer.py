@@ -141,8 +141,7 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """Encode ``text``: uint16 if the vocabulary allows, else int32."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, dtype=self._dtype)
+        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode several texts, without the offsets that single encodings have."""

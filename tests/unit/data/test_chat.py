@@ -173,7 +173,7 @@ def test_an_answer_that_is_rendered_otherwise_before_others_does_not_count(tmp_p
         source=str(path), tokenizer=str(tmp_path), field="messages", cache=str(tmp_path / "cache")
     )
     for _ in range(2):
-        assert note in load_data(config, seq_length=8, seed=1).notes
+        assert f"a.jsonl: {note}" in load_data(config, seq_length=8, seed=1).notes
 
 
 def test_a_conversation_without_an_answer_as_it_is_generated_is_one_sentence() -> None:
