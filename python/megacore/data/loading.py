@@ -207,7 +207,7 @@ def open_source(
         opened = _prepared(source, files, options, cache_folder(data.cache), progress)
     else:
         frame = frame_of(tokenizer, bos=data.bos, eod=data.eod)
-        opened = load_tokens(source.path, tokenizer, frame)
+        opened = load_tokens(source.path, tokenizer, frame=frame)
         if opened.indexed is not None:
             opened = replace(opened, notes=frame.notes_on_files(opened.tokens, source.path))
     count = min(CHECKED_TOKENS, opened.num_tokens)

@@ -28,7 +28,7 @@ class _Text:
     documents: list[str]
 
 
-def load_tokens(source: str, tokenizer: Tokenizer, frame: Frame | None = None) -> TokenSource:
+def load_tokens(source: str, tokenizer: Tokenizer, *, frame: Frame | None = None) -> TokenSource:
     """Read a source of text and tokenize it into one stream.
 
     Args:

@@ -170,3 +170,20 @@ def test_prepare_prints_the_tokens_around_documents(
     assert "documents begin" not in capsys.readouterr().out
     assert main([*command, str(tmp_path), "--bos=<x>"]) == 2
     assert 'has no token "<x>"' in capsys.readouterr().err
+
+
+def test_the_start_table_has_the_tokens_around_documents(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_llama_like(tmp_path)
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'[data]\nsource = "{tmp_path / "a.txt"}"\ntokenizer = "{tmp_path}"\n'
+        "[model]\nhidden_size = 16\nnum_layers = 1\nnum_heads = 2\nseq_length = 8\n"
+        "[train]\nsteps = 1\nmicrobatch_size = 1\nglobal_batch_size = 1\neval_interval = 0\n"
+        f'[run]\ndir = "{tmp_path / "run"}"\nplain = true\n'
+    )
+    assert main(["train", str(run), "--nproc=1"]) == 0
+    shown = capfd.readouterr().out
+    assert "documents begin with <s> and end with </s> (data.bos, data.eod)" in shown
