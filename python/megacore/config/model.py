@@ -177,6 +177,12 @@ class ModelConfig(Section):
     tie_embeddings: bool = Field(
         default=True, description="Use one matrix for the token embedding and the output layer."
     )
+    padding_idx: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token whose row of the embedding gets no gradient, as `padding_idx` of torch; "
+        "with tied embeddings, the row gets the gradient of the output layer only. Default: none.",
+    )
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
     rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
     rotary_fraction: float = Field(

@@ -306,16 +306,22 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.region = context.region
         self.weight = weight
+        num_rows = weight.shape[0]
+        self.first_row = self.region.group.position * num_rows
+        padding = context.config.padding_idx
+        row = -1 if padding is None else padding - self.first_row
+        # Row of this rank without gradient.
+        self.padding_row = row if 0 <= row < num_rows else None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Embed ``(B, S)`` int64 to ``(S[/tp], B, H)``."""
         tokens_SB = tokens_BS.t()
         if self.region.group.size == 1:
-            return embedding(tokens_SB, self.weight)
+            return embedding(tokens_SB, self.weight, self.padding_row)
         num_rows = self.weight.shape[0]
-        rows_SB = tokens_SB - self.region.group.position * num_rows
+        rows_SB = tokens_SB - self.first_row
         elsewhere_SB = (rows_SB < 0) | (rows_SB >= num_rows)
-        part_SBH = embedding(rows_SB.masked_fill(elsewhere_SB, 0), self.weight)
+        part_SBH = embedding(rows_SB.masked_fill(elsewhere_SB, 0), self.weight, self.padding_row)
         return self.region.leave(part_SBH.masked_fill(elsewhere_SB[..., None], 0.0))
 
 

@@ -49,10 +49,16 @@ class GPTShape:
 
         Raises:
             TypeError: If ``config`` is not a ``ModelConfig``.
-            ConfigError: If ``vocab_size`` is not set.
+            ConfigError: If ``vocab_size`` is not set, or ``padding_idx`` is not below it.
         """
         require_section(config, ModelConfig, "config")
         padded_vocab = config.padded_vocab_size
+        vocab, padding = config.vocab_size or padded_vocab, config.padding_idx
+        if padding is not None and padding >= vocab:
+            raise ConfigError(
+                f"model.padding_idx must be a token below model.vocab_size = {vocab}, got "
+                f"{padding}; nearest: {vocab - 1}"
+            )
         return cls(
             hidden=config.hidden_size,
             num_layers=config.num_layers,
@@ -60,7 +66,7 @@ class GPTShape:
             num_kv_heads=config.num_kv_heads or config.num_heads,
             head_dim=config.head_dim or config.hidden_size // config.num_heads,
             ffn=config.ffn_hidden_size or config.default_ffn_hidden_size,
-            vocab=config.vocab_size or padded_vocab,
+            vocab=vocab,
             padded_vocab=padded_vocab,
             seq_length=config.seq_length,
             tie_embeddings=config.tie_embeddings,

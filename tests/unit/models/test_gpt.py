@@ -45,6 +45,27 @@ def test_loss_and_gradients_equal_a_plain_gpt(num_kv_heads: int, tied: bool) -> 
         )
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_padding_row_gets_no_gradient_from_the_embedding(tied: bool) -> None:
+    config = tiny_config(tie_embeddings=tied)
+    batch = random_batch(config)
+    token = int(batch.tokens[0, 3])
+    grads = []
+    for padding in (None, token):
+        model = whole_model(config.model_copy(update={"padding_idx": padding}))
+        model(None, batch).backward()
+        grads.append({name: param.grad for name, param in params_by_name(model).items()})
+    for name, (plain, padded) in {key: (grads[0][key], grads[1][key]) for key in grads[0]}.items():
+        others = torch.arange(len(plain)) != (token if name == "embedding" else -1)
+        assert torch.equal(plain[others], padded[others]), name
+    # With a tied head, the row keeps the head's gradient.
+    row = grads[1]["embedding"][token]
+    assert not torch.equal(row, grads[0]["embedding"][token])
+    assert row.any() == tied
+    with pytest.raises(ConfigError, match=r"padding_idx must be .* below .* got 50; nearest: 49"):
+        GPTShape.from_config(config.model_copy(update={"padding_idx": 50}))
+
+
 def test_logits_equal_a_plain_gpt_without_padding() -> None:
     config = tiny_config()
     model, batch = whole_model(config), random_batch(config, sequence=11)
