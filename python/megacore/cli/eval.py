@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.cli.train import (
-    check_backend,
+    check_start,
     launch_options,
     prepare_environment,
     resolve_for_training,
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = launched_rank(os.environ).world_size if launcher else args.nproc
     source = open_source(args.weights, args.settings, data=args.data, whole=args.all)
     config = resolve_for_training(source.config, world_size, launcher=launcher or "--nproc")
-    check_backend(config)
+    check_start(config)
     options = replace(launch_options(config, threads=threads, debug=args.debug), error_dir=None)
     worker = partial(evaluate_rank, source, config, args.json)
     if launcher:

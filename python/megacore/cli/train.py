@@ -70,7 +70,7 @@ def _start(args: argparse.Namespace) -> int:
     with _imports():
         world_size = loaded.run.nproc or default_nproc(loaded)
         config = resolve_for_training(loaded, world_size, launcher="--nproc")
-        check_backend(config)
+        check_start(config)
 
         # Before the fork, so that ranks share the memory of the modules.
         import megacore.train.loop  # noqa: F401
@@ -88,7 +88,7 @@ def _join(args: argparse.Namespace, launcher: str) -> int:
         _check_nproc(loaded, rank.world_size, launcher=source)
         with _imports():
             config = resolve_for_training(loaded, rank.world_size, launcher=source)
-            check_backend(config)
+            check_start(config)
     except MegacoreError:
         if rank.rank != 0:
             # Every rank finds the same error. Only rank 0 reports it; other ranks wait a moment,
@@ -113,9 +113,12 @@ def _check_nproc(config: Config, world_size: int, *, launcher: str) -> None:
         )
 
 
-def check_backend(config: Config) -> None:
-    """Check that there are GPUs if the backend needs them."""
+def check_start(config: Config) -> None:
+    """Check that there are data, and GPUs if the backend needs them."""
     import torch
+
+    if config.data.factory is None:
+        _ = config.data.training_sources  # refuses none
 
     if config.debug.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(

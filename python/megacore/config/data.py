@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megacore.config.base import Section
 from megacore.config.objects import check_object_name
+from megacore.errors import ConfigError
 
 SourceKind = Literal["auto", "indexed", "text", "jsonl", "parquet", "factory"]
 
@@ -33,9 +34,9 @@ class DataConfig(Section):
 
     source: str = Field(
         default="python-docs",
-        min_length=1,
         description="`python-docs` or `stdlib` (text that comes with Python), a text file, a "
-        "folder, a `.jsonl` or `.parquet` file, or the prefix of a `.bin`/`.idx` pair.",
+        "folder, a `.jsonl` or `.parquet` file, or the prefix of a `.bin`/`.idx` pair. Empty: to "
+        "be set before training, as in the configuration of an imported model.",
     )
     sources: list[SourceConfig] = Field(
         default=[],
@@ -113,7 +114,16 @@ class DataConfig(Section):
 
     @property
     def training_sources(self) -> list[SourceConfig]:
-        """``sources``, or ``source`` as the only one."""
+        """``sources``, or ``source`` as the only one.
+
+        Raises:
+            ConfigError: If both are empty.
+        """
+        if not self.sources and not self.source:
+            raise ConfigError(
+                "data.source must be text or tokens to train on, got none; set it with "
+                "--data.source=PATH"
+            )
         return self.sources or [SourceConfig(path=self.source)]
 
     _check_factory = field_validator("factory")(check_object_name)
