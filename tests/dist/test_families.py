@@ -1,4 +1,4 @@
-"""Every family trains as in `transformers`: twenty steps from the same weights, in any layout."""
+"""Every family trains as in `transformers`: twenty steps of an imported model, in any layout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, resolve
-from megacore.models.hf import sections_from_hf
-from megacore.models.hf.files import read_config
+from megacore.cli import main
+from megacore.config import ResolvedConfig, load_config, resolve
+from megacore.optim.lr import learning_rate
 from megacore.train.initial_weights import load_initial_weights
 from megacore.train.trainer import build_trainer
 from tests.support.campaigns import representatives
@@ -58,62 +58,78 @@ REPRESENTATIVES = [
 ]
 
 
-def make_config(folder: Path, world_size: int, changes: dict[str, Any]) -> Config:
-    model, moe = sections_from_hf(read_config(folder), seq_length=16)
-    sections: dict[str, Any] = {
-        "model": model.model_dump(),
-        # Their load-balancing loss is off, and their biases of experts are constant.
-        "moe": {**moe.model_dump(), "aux_loss_coef": 0.0, "expert_bias": moe.expert_bias and 0.0},
-        "optimizer": {
-            "lr": LR,
-            "schedule": "constant",
-            "warmup_steps": 0,
-            "weight_decay": 0.0,
-            "clip_grad": 0.0,
-        },
-        "train": {"steps": STEPS, "global_batch_size": 8, "microbatch_size": 2, "eval_interval": 0},
-    }
-    for name, section in changes.items():
-        sections[name] = {**sections.get(name, {}), **section}
-    return resolve(Config(**sections), world_size, vocab_size=256, cuda=False)
+def make_config(folder: Path, world_size: int, changes: dict[str, Any]) -> ResolvedConfig:
+    """The configuration that the import wrote, with what a user gives on the command line."""
+    settings = {"data.source": "python-docs", "train.steps": STEPS, "optimizer.lr": LR}
+    settings |= {"train.global_batch_size": 8, "train.microbatch_size": 2, "train.eval_interval": 0}
+    for section, values in changes.items():
+        settings |= {f"{section}.{name}": value for name, value in values.items()}
+    overrides = [
+        (key, str(value).lower() if isinstance(value, bool) else str(value))
+        for key, value in settings.items()
+    ]
+    return resolve(load_config(folder / "ours" / "config.toml", overrides), world_size, cuda=False)
 
 
 def train(_rank: int, world_size: int, folder: Path, changes: dict[str, Any]) -> list[float]:
     config = make_config(folder, world_size, changes)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
-    assert load_initial_weights(trainer, folder) == ()
-    return [trainer.train_step(step).loss for step in range(STEPS)]
+    assert config.checkpoint.load_weights is not None
+    assert load_initial_weights(trainer, config.checkpoint.load_weights) == ()
+    return [trainer.train_step(step).loss for step in range(config.train.steps)]
+
+
+def import_model(family: str, folder: Path, **more: Any) -> Any:
+    """Save a model of theirs and import it by the command; returns theirs."""
+    theirs = save_theirs(family, folder / "theirs", **more)
+    command = ["import-hf", str(folder / "theirs"), str(folder / "ours"), "--seq-length=16"]
+    assert main(command) == 0
+    return theirs.train()
 
 
 @cache
 def their_losses(family: str, folder: Path) -> list[float]:
-    """Save a model, then train it with torch's AdamW on the batches of one process."""
-    theirs = save_theirs(family, folder).train()
-    config = make_config(folder, 1, {})
+    return train_theirs(import_model(family, folder), make_config(folder, 1, {}))
+
+
+def train_theirs(theirs: Any, config: ResolvedConfig) -> list[float]:
+    """Train with torch's AdamW on the batches of one process, with the settings of the run."""
     trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
     batches = trainer._batches(trainer.data.train)
     settings = config.optimizer
+    plain = [p for name, p in theirs.named_parameters() if not _is_decayed(name)]
+    decayed = [p for name, p in theirs.named_parameters() if _is_decayed(name)]
     optimizer = torch.optim.AdamW(
-        theirs.parameters(),
-        lr=LR,
+        [{"params": plain, "weight_decay": 0.0}, {"params": decayed}],
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        weight_decay=0.0,
+        weight_decay=settings.weight_decay,
     )
     losses = []
-    for step in range(STEPS):
+    for step in range(config.train.steps):
         parts: list[Tensor] = []
         for number in range(config.num_microbatches(1)):
             batch = batches(step, number)
             assert batch.labels is not None
-            logits = theirs(input_ids=batch.tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-            (loss / config.num_microbatches(1)).backward()
+            output = theirs(input_ids=batch.tokens, use_cache=False)
+            loss = torch.nn.functional.cross_entropy(
+                output.logits.flatten(0, 1), batch.labels.flatten()
+            )
             parts.append(loss.detach())
+            if (router_loss := getattr(output, "aux_loss", None)) is not None:
+                loss = loss + theirs.config.router_aux_loss_coef * router_loss
+            (loss / config.num_microbatches(1)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config=settings, steps=config.train.steps)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), settings.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(torch.stack(parts).mean().item())
     return losses
+
+
+def _is_decayed(name: str) -> bool:
+    return not any(part in name for part in ("norm", "bias", "sinks"))
 
 
 @pytest.fixture(scope="module")
@@ -134,5 +150,28 @@ def test_losses_are_those_of_transformers(case: str, folders: Path) -> None:
         losses = train(0, 1, folder, {})
     else:
         losses = run_ranks(world_size, train, world_size, folder, LAYOUTS[layout])[0]
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-5)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[-1] < losses[0] - 0.3, "the model must have learnt something"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss"])
+def test_router_losses_are_added_if_the_model_asks_for_them(family: str, tmp_path: Path) -> None:
+    # With one layer, theirs, which pools layers, equals ours.
+    more = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1}
+    more |= {"layer_types": None, "mlp_only_layers": []}
+    theirs = import_model(family, tmp_path, **more)
+    settings = {"train": {"steps": 5}}
+    config = make_config(tmp_path, 1, settings)
+    assert config.moe.aux_loss_coef == 0.5 * config.moe.top_k
+    expected = train_theirs(theirs, config)
+    assert train(0, 1, tmp_path, settings) == pytest.approx(expected, rel=1e-5)
+    off = {**settings, "moe": {"aux_loss_coef": 0.0}}
+    assert train(0, 1, tmp_path, off) != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "qwen2"])
+def test_the_row_of_the_padding_token_matters(family: str, tmp_path: Path) -> None:
+    expected = train_theirs(import_model(family, tmp_path), make_config(tmp_path, 1, {}))
+    losses = train(0, 1, tmp_path, {"model": {"padding_idx": "none"}})
+    assert losses != pytest.approx(expected, rel=1e-4)

@@ -16,6 +16,8 @@ COMMON = {
     # All bytes; no multiple of our padding.
     "vocab_size": 260,
     "max_position_embeddings": 32,
+    # The letter "e", so that the row without gradient is used.
+    "pad_token_id": 101,
     # Large weights, so that every part matters to the loss.
     "initializer_range": 0.2,
 }
@@ -184,12 +186,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_theirs(name: str) -> Any:
-    """Make a model with random weights, in which norms differ from one."""
+def make_theirs(name: str, **more: Any) -> Any:
+    """Make a model with random weights, in which norms differ from one.
+
+    Args:
+        name: One of `MODELS`.
+        more: Further entries of its configuration.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **more})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -197,15 +204,16 @@ def make_theirs(name: str) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif key.endswith("_bias"):
                 parameter.uniform_(-0.5, 0.5)
+        model.get_input_embeddings().weight[config.pad_token_id].normal_(0.0, 0.2)  # was zero
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
     return model
 
 
-def save_theirs(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def save_theirs(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Save such a model as a folder; return it as it was saved, in eval mode."""
-    theirs = make_theirs(name).to(dtype).eval()
+    theirs = make_theirs(name, **more).to(dtype).eval()
     for key, buffer in theirs.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()  # as in published checkpoints

@@ -26,7 +26,7 @@ from megacore.config import (
 from megacore.data import load_tokenizer
 from megacore.errors import MegacoreError
 from megacore.files import describe_os_error, filled_folder
-from megacore.models.hf import HFWeights, sections_from_hf
+from megacore.models.hf import HFWeights, sections_from_hf, training_note
 from megacore.models.hf.files import TensorFiles, read_config
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
@@ -47,6 +47,7 @@ class ImportedRun:
         config: The settings, resolved for one process.
         num_params: Parameters of the model, without padding.
         not_finite: A tensor of the model with a NaN or infinite value: the first that was found.
+        notes: Settings that the files imply, one sentence each.
     """
 
     config_path: Path
@@ -54,6 +55,7 @@ class ImportedRun:
     config: ResolvedConfig
     num_params: int
     not_finite: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def import_checkpoint(
@@ -88,6 +90,7 @@ def import_checkpoint(
     settings = _settings(model, moe, out, tokenizer=has_tokenizer, name=name)
     # bfloat16 weights are trained, and exported again, in bfloat16.
     settings["train"] = {"dtype": str(files.dtype()).removeprefix("torch.")}
+    note = training_note(hf_config, model, moe)
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
@@ -115,6 +118,7 @@ def import_checkpoint(
         config=config,
         num_params=weights.num_params(),
         not_finite=reader.not_finite,
+        notes=() if note is None else (note,),
     )
 
 
@@ -128,11 +132,16 @@ def _settings(
     model: ModelConfig, moe: MoEConfig, out: Path, *, tokenizer: bool, name: str
 ) -> dict[str, dict[str, Any]]:
     """Build the settings of the configuration file: the model, and the few others it needs."""
+    path = {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {}
+    experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
+    if moe.expert_bias is not False:
+        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
     settings: dict[str, dict[str, Any]] = {
         "model": model.model_dump(exclude_none=True),
-        "moe": moe.model_dump(exclude_none=True, exclude_defaults=True),
+        "moe": experts,
         "optimizer": {"lr": _LEARNING_RATE},
-        "data": {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {},
+        # The default source is for models from scratch.
+        "data": {"source": "", **path},
         "checkpoint": {"load_weights": str(out.absolute())},
         "run": {"dir": f"runs/{name}"},
     }

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         "folder",
         metavar="FOLDER",
         type=Path,
-        help="holds config.json and *.safetensors; tokenizer.json is taken along",
+        help="holds config.json and *.safetensors; the tokenizer's files are taken along",
     )
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="a new folder for config.toml and the checkpoint"
@@ -54,11 +54,13 @@ def run(args: argparse.Namespace) -> int:
             "get the file again, or save the model again",
             file=sys.stderr,
         )
+    for note in done.notes:
+        print(f"note: {note}")
     if done.config.data.tokenizer == "bytes":
         print(
             "The folder has no tokenizer.json: set data.tokenizer, or train on tokens that were "
             "made before (a .bin/.idx pair as data.source)."
         )
-    print(f"megacore train {done.config_path}")
+    print(f"megacore train {done.config_path} --data.source=PATH")
     print(f'megacore generate {args.out} --prompt "..."')
     return 0

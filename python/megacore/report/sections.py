@@ -395,7 +395,7 @@ def _settings_rows(
         kind, note = "", ""
         if key in derived:
             kind = "derived"
-        elif value != default:
+        elif value != default or isinstance(value, bool) != isinstance(default, bool):
             kind = "changed"
             shown = setting_text(default)
             if default is None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megacore.models.hf.fine_tuning import PaddingRow, RouterLoss
 from megacore.models.hf.keys import Key, LayerRule
 from megacore.models.hf.layer_rules import (
     FirstDense,
@@ -54,7 +55,7 @@ class Family:
         keys: Entries that correspond to settings.
         fixed: Entries with their only supported value, which is also the default.
         implied: Settings of every model of the family, which no entry states.
-        rules: Entries that select layers.
+        rules: Entries that select layers, and those for training only.
         ignored: Entries that follow from others.
         copies: Names of tensors of each layer for multi-token prediction that repeat a parameter,
             and the parameter.
@@ -231,9 +232,6 @@ def _sizes(*, head_dim: int | None = None, norm_eps: float = 1e-6) -> tuple[Key,
 
 _FFN = Key(theirs=("intermediate_size",), ours=("model.ffn_hidden_size",))
 _TOP_K = Key(theirs=("num_experts_per_tok",), ours=("moe.top_k",))
-_AUX_LOSS = Key(
-    theirs=("router_aux_loss_coef",), ours=("moe.aux_loss_coef",), kind=float, default=0.0
-)
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _BIAS = Key(
@@ -247,7 +245,6 @@ _MIXTRAL_KEYS = (
     Key(theirs=("intermediate_size",), ours=("moe.ffn_hidden_size", "model.ffn_hidden_size")),
     Key(theirs=("num_local_experts", "num_experts"), ours=("moe.num_experts",)),
     _TOP_K,
-    _AUX_LOSS,
 )
 _QWEN3_MOE_KEYS = (
     _FFN,
@@ -255,7 +252,6 @@ _QWEN3_MOE_KEYS = (
     Key(theirs=("moe_intermediate_size",), ours=("moe.ffn_hidden_size",)),
     Key(theirs=("norm_topk_prob",), ours=("moe.normalize",), kind=bool, default=False),
     _TOP_K,
-    _AUX_LOSS,
 )
 
 _QKV_BIAS = Key(theirs=("qkv_bias",), ours=("model.qkv_bias",), kind=bool, default=True)
@@ -285,7 +281,8 @@ _MLA_KEYS = (
 )
 # The first two follow from the widths above; the others are for training or serving.
 _DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
-_DEEPSEEK_V3_ROUTER = {"moe.score_function": "sigmoid", "moe.expert_bias": True}
+# Fine-tuning leaves the bias as it is.
+_DEEPSEEK_V3_ROUTER = {"moe.score_function": "sigmoid", "moe.expert_bias": 0.0}
 _GLM4_KEYS = (
     Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),
     Key(theirs=("use_qk_norm",), ours=("model.qk_norm",), kind=bool, default=False),
@@ -300,6 +297,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_LLAMA,
             keys=(*_sizes(), _FFN, _BIAS),
             fixed={**_FIXED, "mlp_bias": False, "pretraining_tp": 1},
+            rules=(PaddingRow(),),
         ),
         Family(
             model_type="mistral",
@@ -307,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_LLAMA,
             keys=(*_sizes(), _FFN),
             fixed={**_FIXED, **_NO_BIAS},
-            rules=(Windows(default=4096),),
+            rules=(Windows(default=4096), PaddingRow()),
         ),
         Family(
             model_type="mixtral",
@@ -315,7 +313,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_MIXTRAL,
             keys=(*_sizes(norm_eps=1e-5), *_MIXTRAL_KEYS),
             fixed={**_FIXED, **_NO_BIAS, "router_jitter_noise": 0.0},
-            rules=(Windows(),),
+            rules=(Windows(), RouterLoss(), PaddingRow()),
             rope_base=1e6,
         ),
         Family(
@@ -325,7 +323,7 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(head_dim=128), _FFN, _BIAS),
             fixed=_FIXED,
             implied={"model.qk_norm": True},
-            rules=(Windows(switch=True, by_layer=True),),
+            rules=(Windows(switch=True, by_layer=True), PaddingRow()),
         ),
         Family(
             model_type="qwen2",
@@ -334,7 +332,7 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(), _FFN),
             fixed=_FIXED,
             implied={"model.qkv_bias": True},
-            rules=(Windows(switch=True, by_layer=True),),
+            rules=(Windows(switch=True, by_layer=True), PaddingRow()),
         ),
         Family(
             model_type="qwen3_moe",
@@ -343,7 +341,7 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(head_dim=128), *_QWEN3_MOE_KEYS, _BIAS),
             fixed=_FIXED,
             implied={"model.qk_norm": True},
-            rules=(SparseStep(), Windows(switch=True)),
+            rules=(SparseStep(), Windows(switch=True), RouterLoss(), PaddingRow()),
         ),
         Family(
             model_type="qwen2_moe",
@@ -352,7 +350,12 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(), *_QWEN3_MOE_KEYS, _QKV_BIAS, _SHARED_FFN),
             fixed=_FIXED,
             implied={"moe.shared_gate": True},
-            rules=(SparseStep(), Windows(switch=True, by_layer=True)),
+            rules=(
+                SparseStep(),
+                Windows(switch=True, by_layer=True),
+                RouterLoss(),
+                PaddingRow(),
+            ),
         ),
         Family(
             model_type="glm4_moe",
@@ -367,7 +370,7 @@ FAMILIES: Mapping[str, Family] = {
             ),
             fixed=_FIXED,
             implied=_DEEPSEEK_V3_ROUTER,
-            rules=(FirstDense(default=1), SharedExperts()),
+            rules=(FirstDense(default=1), SharedExperts(), PaddingRow()),
             copies=_MTP_COPIES,
             rotary_fraction=0.5,
         ),
@@ -381,6 +384,7 @@ FAMILIES: Mapping[str, Family] = {
                 "model.norm_position": "after",
                 "model.qk_norm": "full",
             },
+            rules=(PaddingRow(default=1),),
         ),
         Family(
             model_type="gpt_oss",
@@ -398,7 +402,11 @@ FAMILIES: Mapping[str, Family] = {
                 "moe.biases": True,
                 "moe.score_function": "softmax_after_top_k",
             },
-            rules=(Windows(default=128, by_layer=True, pattern="wf"),),
+            rules=(
+                Windows(default=128, by_layer=True, pattern="wf"),
+                RouterLoss(),
+                PaddingRow(),
+            ),
             # Repeat other entries, for other programs.
             ignored=("experts_per_token", "initial_context_length"),
             rope_base=150000.0,
@@ -426,7 +434,7 @@ FAMILIES: Mapping[str, Family] = {
                 "pretraining_tp": 1,
             },
             implied=_DEEPSEEK_V3_ROUTER,
-            rules=(FirstDense(default=3), SharedExperts()),
+            rules=(FirstDense(default=3), SharedExperts(), PaddingRow()),
             ignored=_DEEPSEEK_IGNORED,
             copies=_MTP_COPIES,
         ),
@@ -443,7 +451,7 @@ FAMILIES: Mapping[str, Family] = {
                 "pretraining_tp": 1,
             },
             implied={"moe.normalize": False},
-            rules=(FirstDense(default=0), SharedExperts(), GroupLimit()),
+            rules=(FirstDense(default=0), SharedExperts(), GroupLimit(), PaddingRow()),
             ignored=_DEEPSEEK_IGNORED,
         ),
     )

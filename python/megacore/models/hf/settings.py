@@ -24,7 +24,6 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "model_type",
         "output_router_logits",
-        "pad_token_id",
         "return_dict",
         "torch_dtype",
         "transformers_version",
@@ -38,6 +37,7 @@ _TRAINING_ONLY = frozenset(
         "model.vocab_pad_multiple",
         "model.dropout",
         "model.init_std",
+        "model.padding_idx",
         "model.mtp_loss_coef",
         "moe.layer_pattern",  # compared as the layers with experts
         "moe.dispatcher",
