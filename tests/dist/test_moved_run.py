@@ -59,7 +59,7 @@ def test_a_moved_run_is_continued_generated_from_evaluated_and_exported(tmp_path
     new.parent.mkdir()
     old.rename(new)
     shutil.rmtree(tmp_path / "words")
-    assert 'tokenizer = "{here}/tokenizer.json"' in (new / "config.toml").read_text()
+    assert 'tokenizer = "{here}/hf_files/tokenizer.json"' in (new / "config.toml").read_text()
 
     written = _run(tmp_path, "generate", str(new), "--prompt", "the fox", "--max-new-tokens=3")
     assert written.code == 0, written.err
@@ -81,4 +81,4 @@ def test_a_moved_run_is_continued_generated_from_evaluated_and_exported(tmp_path
     fresh = _run(tmp_path, "train", f"{new}/config.toml", "--nproc=2", f"--run.dir={new}")
     assert fresh.code == 0, fresh.err
     for run in (new, new / "previous-1"):
-        assert load_tokenizer(str(run)).vocab_size == 5
+        assert load_tokenizer(str(run / "hf_files")).vocab_size == 5

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megacore.checkpoint import TrainState, save_checkpoint
 from megacore.checkpoint.chunks import MAIN_PARAM, Chunk, tensor_key
-from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, copy_tokenizer
+from megacore.checkpoint.model_files import FOLDER_NAME, files_of_model, keep_files
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import (
     Config,
     ModelConfig,
@@ -27,7 +28,7 @@ from megacore.data import load_tokenizer
 from megacore.errors import MegacoreError
 from megacore.files import describe_os_error, filled_folder
 from megacore.models.hf import HFWeights, sections_from_hf, training_note
-from megacore.models.hf.files import TensorFiles, read_config
+from megacore.models.hf.files import TensorFiles, dtype_name, read_config
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
 
@@ -63,13 +64,14 @@ def import_checkpoint(
 ) -> ImportedRun:
     """Read a model and write it as a checkpoint of step 0 with weights only, in this process.
 
-    The tokenizer is copied if there is one. Nothing is written before names, shapes and dtypes
+    ``config.json``, ``generation_config.json`` and the tokenizer's files are kept in ``hf_files``.
+    Nothing is written before names, shapes and dtypes
     of all tensors have been checked. Weights keep their number format. Memory: blocks of 1 MB; for
     parameters whose values are reordered, one parameter and its tensors.
 
     Args:
         folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
-        out: Output folder for ``config.toml``, ``checkpoints`` and the tokenizer; must be new or
+        out: Output folder for ``config.toml``, ``checkpoints`` and ``hf_files``; must be new or
             empty.
         seq_length: Tokens per sequence. Default: the maximum of the model.
 
@@ -88,18 +90,21 @@ def import_checkpoint(
         load_tokenizer(str(tokenizer))
     name = out.absolute().name
     settings = _settings(model, moe, out, tokenizer=has_tokenizer, name=name)
-    # bfloat16 weights are trained, and exported again, in bfloat16.
-    settings["train"] = {"dtype": str(files.dtype()).removeprefix("torch.")}
+    dtype, notes = _train_dtype(files)
+    settings["train"] = {"dtype": dtype}
     note = training_note(hf_config, model, moe)
+    notes += () if note is None else (note,)
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
     reader = _Reader(weights)
     try:
         with filled_folder(out):
-            if has_tokenizer:
-                copy_tokenizer(str(tokenizer), out)
-            header = f"# Imported from {folder.absolute()}; for `megacore train`.\n\n"
+            keep_files(files_of_model(folder), out)
+            header = (
+                f"# Imported from {folder.absolute()}; for `megacore train`, with data.source set."
+                "\n\n"
+            )
             portable = with_folder_of_file(settings, out.absolute())
             (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
             checkpoint = save_checkpoint(
@@ -118,7 +123,7 @@ def import_checkpoint(
         config=config,
         num_params=weights.num_params(),
         not_finite=reader.not_finite,
-        notes=() if note is None else (note,),
+        notes=notes,
     )
 
 
@@ -132,7 +137,7 @@ def _settings(
     model: ModelConfig, moe: MoEConfig, out: Path, *, tokenizer: bool, name: str
 ) -> dict[str, dict[str, Any]]:
     """Build the settings of the configuration file: the model, and the few others it needs."""
-    path = {"tokenizer": str((out / TOKENIZER_NAME).absolute())} if tokenizer else {}
+    path = {"tokenizer": str((out / FOLDER_NAME / TOKENIZER_NAME).absolute())} if tokenizer else {}
     experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
     if moe.expert_bias is not False:
         experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
@@ -146,6 +151,18 @@ def _settings(
         "run": {"dir": f"runs/{name}"},
     }
     return {section: values for section, values in settings.items() if values}
+
+
+def _train_dtype(files: TensorFiles) -> tuple[str, tuple[str, ...]]:
+    """Return ``train.dtype`` for the number format of the files, with a note if it differs."""
+    dtype = dtype_name(files.dtype())
+    if dtype != "float16":
+        return dtype, ()
+    # float16 needs a loss scale, and overflows in models that were trained in bfloat16.
+    return "bfloat16", (
+        'the weights are float16, but train.dtype = "bfloat16", whose range is that of float32; '
+        "the checkpoint keeps float16, and so does export-hf",
+    )
 
 
 class _Reader:

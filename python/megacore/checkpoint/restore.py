@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import load_full_weights, resolve_checkpoint
-from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, with_tokenizer_beside
+from megacore.checkpoint.model_files import with_tokenizer_beside
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import Config, DataConfig, config_from_values, resolve
 from megacore.data import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError

@@ -20,12 +20,8 @@ from typing import Any, TextIO
 
 from megacore.checkpoint.agreement import on_rank_0
 from megacore.checkpoint.format import LATEST_NAME, read_index, step_folders
-from megacore.checkpoint.tokenizer_files import (
-    TOKENIZER_NAME,
-    copy_tokenizer,
-    tokenizer_files,
-    with_tokenizer_beside,
-)
+from megacore.checkpoint.model_files import copy_kept_files, with_tokenizer_beside
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
 from megacore.config import ResolvedConfig
 from megacore.config.renamed import translate_deprecated
 from megacore.errors import CheckpointError, ConfigError
@@ -57,7 +53,7 @@ def hold_folders(config: ResolvedConfig, groups: ProcessGroups) -> Iterator[None
         ConfigError: On every rank, if another run holds a folder.
     """
     wanted = [("run.dir", _run_dir(config))]
-    if config.checkpoint.saves and not _is_inside(_checkpoint_dir(config), _run_dir(config)):
+    if config.checkpoint.saves and not is_inside(_checkpoint_dir(config), _run_dir(config)):
         wanted.append(("checkpoint.dir", _checkpoint_dir(config)))
     with contextlib.ExitStack() as held:
 
@@ -163,7 +159,7 @@ def _continues(found: Path, config: ResolvedConfig) -> bool:
 
 def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
     run, checkpoints = _run_dir(config), _checkpoint_dir(config)
-    inside = _is_inside(checkpoints, run)
+    inside = is_inside(checkpoints, run)
     has_checkpoints = bool(step_folders(checkpoints))
     if not inside and not config.checkpoint.saves:
         has_checkpoints = False  # this run writes nothing there
@@ -190,9 +186,10 @@ def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
                 f"cannot move the results of an earlier run from {source} to {target}: "
                 f"{describe_os_error(error)}; give this run another run.dir"
             ) from error
-    if (run / name).exists():
-        with contextlib.suppress(OSError):  # the original may still be where it was
-            copy_tokenizer(str(run), run / name)
+    for home in homes:
+        if (home / name).exists():
+            with contextlib.suppress(OSError):  # the original may still be where it was
+                copy_kept_files(home, home / name)
     places = sorted({str(home / name) for home in homes if (home / name).exists()})
     note = f"results of an earlier run were moved to {' and '.join(places)}"
     if has_checkpoints:
@@ -273,6 +270,6 @@ def _checkpoint_dir(config: ResolvedConfig) -> Path:
     return Path(config.checkpoint.dir)
 
 
-def _is_inside(folder: Path, parent: Path) -> bool:
+def is_inside(folder: str | Path, parent: Path) -> bool:
     """Check if ``folder`` is inside ``parent``, with symbolic links resolved."""
-    return folder.resolve().is_relative_to(parent.resolve())
+    return Path(folder).resolve().is_relative_to(parent.resolve())

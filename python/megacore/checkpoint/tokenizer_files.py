@@ -1,51 +1,42 @@
-"""Tokenizer files in the folder of a run, so that the folder can be moved to another machine."""
+"""Files of a tokenizer in the formats of Hugging Face and Mistral."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from megacore.config import Config
-
 TOKENIZER_NAME = "tokenizer.json"
-# Files beside the tokenizer that an import and an export copy with it.
-COMPANION_NAMES = (
-    "tokenizer_config.json",
+# Everything that describes a tokenizer and its templates, below a model's folder.
+_PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "*.model",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    "tekken.json",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    "tokenization_*.py",  # named by tokenizer_config.json
 )
 
 
+def files_of_folder(folder: Path) -> dict[str, Path]:
+    """Return the tokenizer files of a folder by their path below it."""
+    found = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+
+
 def tokenizer_files(name: str) -> dict[str, Path]:
-    """Return the files of a tokenizer by name; empty for bytes or if the files are gone."""
+    """Return the files of a tokenizer by name; empty for bytes or if the files are gone.
+
+    Args:
+        name: As ``data.tokenizer``.
+    """
     path = Path(name)
     path = path / TOKENIZER_NAME if path.is_dir() else path
     if name == "bytes" or not path.is_file():
         return {}
-    companions = {each: path.parent / each for each in COMPANION_NAMES}
-    return {TOKENIZER_NAME: path} | {
-        each: source for each, source in companions.items() if source.is_file()
-    }
-
-
-def copy_tokenizer(name: str, run_dir: Path) -> bool:
-    """Copy the files of a tokenizer into the folder of a run; returns whether it has files."""
-    files = tokenizer_files(name)
-    for each, source in files.items():
-        target = run_dir / each
-        if not (target.exists() and target.samefile(source)):
-            shutil.copyfile(source, target)
-    return bool(files)
-
-
-def with_tokenizer_beside(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration with the tokenizer that is in the folder of a checkpoint's run."""
-    folder = checkpoint.absolute()
-    for run_dir in (folder, folder.parent, folder.parent.parent):
-        found = run_dir / TOKENIZER_NAME
-        if config.data.tokenizer != "bytes" and found.is_file():
-            data = config.data.model_copy(update={"tokenizer": str(found)})
-            return config.model_copy(update={"data": data})
-    return config
+    return files_of_folder(path.parent) | {TOKENIZER_NAME: path}

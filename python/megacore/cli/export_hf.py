@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="number format of the weights (default: train.dtype of the run)",
+        help="number format of the weights (default: that of the imported files, else train.dtype)",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--family",
         metavar="TYPE",
-        help="model_type to export as (default: the first that has the model's shape)",
+        help="model_type to export as (default: that of the import, else the first that fits)",
     )
 
 
@@ -66,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
     )
     count = len(done.files)
     print(
-        f"{done.checkpoint}: {done.num_params:,} parameters, {done.config['dtype']}, as "
+        f"{done.checkpoint}: {done.num_params:,} parameters, {done.dtype}, as "
         f"{done.config['architectures'][0]} in {count} file{'s' if count > 1 else ''}: "
         f"{args.folder}"
     )
+    for note in done.notes:
+        print(f"note: {note}")
     if not done.has_tokenizer:
         print("The run has no tokenizer.json, so the folder has no tokenizer: pass token ids.")
     return 0

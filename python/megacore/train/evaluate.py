@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint import StoredWeights, read_index
-from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, with_tokenizer_beside
+from megacore.checkpoint.model_files import with_tokenizer_beside
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import Config, ResolvedConfig, config_from_values
 from megacore.data.indexed import indexed_prefix
 from megacore.errors import ConfigError

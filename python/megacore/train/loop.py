@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
@@ -19,13 +20,20 @@ from megacore.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
+from megacore.checkpoint.model_files import (
+    FOLDER_NAME,
+    end_of_documents,
+    files_of_run,
+    keep_files,
+)
 from megacore.checkpoint.run_folder import (
     changed_settings,
     choose_resume,
     hold_folders,
+    is_inside,
     make_place,
 )
-from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, copy_tokenizer
+from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
 from megacore.errors import CheckpointError, DiskFullError, DivergedError
 from megacore.launch.context import RankContext
@@ -217,9 +225,19 @@ class _Run:
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:
-        """Write the configuration and the tokenizer, so that the folder can be moved."""
-        if copy_tokenizer(config.data.tokenizer, self._dir):
-            path = f"{FOLDER_OF_FILE}/{TOKENIZER_NAME}"
+        """Write the configuration and the model's files, so that the folder can be moved."""
+        origin, weights = self._resumed_from, config.checkpoint.load_weights
+        if origin is None and weights is not None:
+            origin = Path(weights)
+        ends = functools.partial(end_of_documents, self._trainer.data, eod=config.data.eod)
+        files = files_of_run(config, origin, ends)
+        folders = [self._dir]
+        if config.checkpoint.saves and not is_inside(config.checkpoint.dir, self._dir):
+            folders.append(Path(config.checkpoint.dir))
+        for folder in folders:
+            keep_files(files, folder)
+        if TOKENIZER_NAME in files and config.data.tokenizer != "bytes":
+            path = f"{FOLDER_OF_FILE}/{FOLDER_NAME}/{TOKENIZER_NAME}"
             data = config.data.model_copy(update={"tokenizer": path})
             config = config.model_copy(update={"data": data})
         (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from megacore.checkpoint.restore import restore_model
 from megacore.cli import main
 from megacore.config import load_config, resolve
-from megacore.models.hf import import_hf
+from megacore.models.hf import import_hf, sections_from_hf
 from megacore.parallel.batch import Microbatch
 from megacore.train.trainer import build_trainer
+from tests.support.hf_models import save_theirs
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -75,8 +76,9 @@ def test_an_imported_model_trains_and_speaks(
     assert main(["import-hf", str(tmp_path / "theirs"), str(out), "--seq-length=16"]) == 0
     said = capfd.readouterr().out
     assert f"{sum(p.numel() for p in theirs.parameters()):,} parameters" in said
-    assert f"megacore train {out / 'config.toml'}" in said
+    assert f"megacore train {out / 'config.toml'} --data.source=PATH\n" in said
     assert "tokenizer" not in said
+    assert ("moe.aux_loss_coef = 0.0" in said) == (name != "llama")
 
     restored = restore_model(out)
     tokens = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(1))
@@ -94,6 +96,12 @@ def test_an_imported_model_trains_and_speaks(
     assert capfd.readouterr().out == said
     assert main(["generate", str(out), *options, "--prompt=A lazy dog"]) == 0
     assert capfd.readouterr().out.startswith(f"{said}\nA lazy dog")
+
+    # Nothing is trained on by default.
+    for command in ("train", "eval"):
+        assert main([command, str(out / "config.toml" if command == "train" else out)]) == 2
+        said = capfd.readouterr().err
+        assert "data.source must be text or tokens to train on, got none; set it with" in said
 
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -208,3 +216,66 @@ def test_generating_without_a_tokenizer_is_refused_unless_tokens_are_bytes(
     capsys.readouterr()
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("x")
+
+
+def notes(capsys: pytest.CaptureFixture[str], folder: Path, **entries: Any) -> list[str]:
+    """Import with changed entries of config.json; returns the notes that were printed."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+    capsys.readouterr()
+    assert main(["import-hf", str(folder), f"{folder}-{len(entries)}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+
+
+def test_settings_for_the_loss_of_transformers_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_theirs("deepseek-v3", tmp_path / "deepseek")
+    unused = {"aux_loss_alpha": 0.001, "seq_aux": True}
+    [note] = notes(capsys, tmp_path / "deepseek", **unused)
+    assert note == (
+        "training as in transformers: moe.expert_bias = 0.0 (the biases of experts stay; a rate "
+        "updates them); aux_loss_alpha = 0.001 and seq_aux = true not used; model.padding_idx = "
+        "101 (no gradient for that row)"
+    )
+    settings = load_config(tmp_path / "deepseek-2" / "config.toml")
+    assert settings.moe.expert_bias_rate == 0.0
+    assert settings.moe.aux_loss_coef == 0.0
+    save_theirs("mixtral", tmp_path / "mixtral")
+    [note] = notes(
+        capsys, tmp_path / "mixtral", output_router_logits=True, router_aux_loss_coef=0.3
+    )
+    assert "moe.aux_loss_coef = 0.2 for each layer (router_aux_loss_coef times top_k over" in note
+    settings = load_config(tmp_path / "mixtral-2" / "config.toml")
+    assert settings.moe.aux_loss_coef == pytest.approx(0.3 * 2 / 3)
+    assert settings.moe.aux_loss_type == "batch"
+    save_theirs("llama", tmp_path / "llama", torch.float16)
+    assert notes(capsys, tmp_path / "llama", pad_token_id=None) == [
+        'the weights are float16, but train.dtype = "bfloat16", whose range is that of float32; '
+        "the checkpoint keeps float16, and so does export-hf"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "row"),
+    [
+        ("llama", 3, 3),
+        ("llama", -1, 259),
+        ("llama", None, None),
+        ("llama", 260, None),  # a token that was added to the tokenizer only
+        ("olmo2", ..., 1),  # the default of the family
+        ("olmo2", None, None),
+    ],
+)
+def test_the_padding_row_is_that_of_transformers(
+    name: str, token: Any, row: int | None, tmp_path: Path
+) -> None:
+    save_theirs(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": token}
+    config = {key: value for key, value in config.items() if value is not ...}
+    assert sections_from_hf(config)[0].padding_idx == row
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if token != 260:  # transformers refuses it
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert theirs.get_input_embeddings().padding_idx == row

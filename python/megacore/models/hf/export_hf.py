@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -43,21 +44,31 @@ class HFTensors:
         model: A resolved ``[model]`` section.
         moe: A resolved ``[moe]`` section.
         dtype: Number format of the tensors; biases of experts stay in float32.
+        others: Number formats of tensors, by name, that have another one.
     """
 
     def __init__(
-        self, family: str, model: ModelConfig, moe: MoEConfig, *, dtype: torch.dtype
+        self,
+        family: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        *,
+        dtype: torch.dtype,
+        others: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._shape = GPTShape.from_config(model)
         self._table = FAMILIES[family].table
         self._copies = copies_of(FAMILIES[family], model)
         self._num_experts = moe.num_experts
-        self._dtype = dtype
+        self._dtype, self._others = dtype, others
         self.infos = describe_params(model, moe)
         named = {info.name: info for info in self.infos}
         self.specs = [spec for info in self.infos for spec in self._specs(info)]
         for copy, name in self._copies:
-            self.specs += [replace(spec, name=copy) for spec in self._specs(named[name])]
+            self.specs += [
+                replace(spec, name=copy, dtype=others.get(copy, spec.dtype))
+                for spec in self._specs(named[name])
+            ]
 
     def values(self, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
         """Yield the tensors in the order of `specs`.
@@ -97,11 +108,17 @@ class HFTensors:
         yield from (named[name] for _, name in self._copies)
 
     def _specs(self, info: ParamInfo) -> Iterator[TensorSpec]:
-        row, names = next(rows_of(info.name, self._table, self._num_experts))
+        (row, names), *aliases = rows_of(info.name, self._table, self._num_experts)
         parts = row.transform.split(torch.empty(info.full_shape, device="meta"), self._shape)
         dtype = torch.float32 if info.name.endswith(".expert_bias") else self._dtype
+        # Files may have had the parameter under other names.
+        known = (
+            self._others[name] for _, named in aliases for name in named if name in self._others
+        )
+        dtype = next(known, dtype)
         for name, part in zip(names, parts, strict=True):
-            yield TensorSpec(name=name, dtype=dtype, shape=tuple(part.shape))
+            own = self._others.get(name, dtype)
+            yield TensorSpec(name=name, dtype=own, shape=tuple(part.shape))
 
 
 def _blocks(source: ParamSource, name: str, runs: list[Run]) -> Iterator[Tensor]:

@@ -28,6 +28,16 @@ _TRAINED = ("F32", "BF16", "F16")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in ``config.json`` and ``train.dtype``.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of ``config.json``.
 
@@ -37,10 +47,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise MegacoreError(f"{folder} {found}; name the folder that holds config.json")
-    return _read_object(folder / CONFIG_NAME)
+    return read_object(folder / CONFIG_NAME)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the contents of a JSON file.
+
+    Raises:
+        MegacoreError: If the file is missing, unreadable or not an object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -184,6 +199,25 @@ class TensorFiles:
         names = [name for name in _TRAINED if counts[name] == max(counts.values(), default=0)]
         return DTYPES[names[0]] if names else torch.float32
 
+    def dtypes(self) -> dict[str, Any]:
+        """Return the names of number formats, for a JSON file.
+
+        Returns:
+            ``default``, see `dtype`, and ``tensors``, the format of each tensor with another one.
+            Values in float64 are rounded to float32 at an import.
+        """
+        default = dtype_name(self.dtype())
+        found = {name: DTYPES.get(self._entry(name)[2]["dtype"]) for name in self._files}
+        named = {
+            name: dtype_name(torch.float32 if dtype == torch.float64 else dtype)
+            for name, dtype in found.items()
+            if dtype is not None
+        }
+        return {
+            "default": default,
+            "tensors": {name: dtype for name, dtype in named.items() if dtype != default},
+        }
+
 
 def _read_bytes(path: Path, begin: int, into: Tensor) -> None:
     """Fill a contiguous tensor from a position of a file."""
@@ -204,7 +238,7 @@ def _read_bytes(path: Path, begin: int, into: Tensor) -> None:
 
 def _indexed_files(index: Path) -> dict[str, Path]:
     """Return the file of each tensor according to an index."""
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MegacoreError(f"{index} has no weight_map, from tensors to files; copy it again")
     for name, file in weight_map.items():
@@ -363,7 +397,12 @@ def write_tensors(
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object as an indented JSON file."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text(content), encoding="utf-8")
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """Return the text of an indented JSON file."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

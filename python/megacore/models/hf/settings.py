@@ -9,6 +9,7 @@ from megacore.config import ModelConfig, MoEConfig
 from megacore.config.toml_file import toml_value
 from megacore.errors import ConfigError, MegacoreError
 from megacore.models.hf.families import FAMILIES, Family
+from megacore.models.hf.fine_tuning import TRAINING_RULES
 from megacore.models.hf.keys import Values
 from megacore.models.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
 
@@ -82,6 +83,12 @@ def sections_from_hf(
     """
     family = family_of(config)
     _check_entries(family, config)
+    return _read(family, config, seq_length)
+
+
+def _read(
+    family: Family, config: Mapping[str, Any], seq_length: int | None
+) -> tuple[ModelConfig, MoEConfig]:
     values: Values = dict(family.implied)
     for key in family.keys:
         value = key.read(config)
@@ -141,6 +148,47 @@ def config_to_hf(
         "no supported family of Hugging Face has the shape of this model; the nearest: "
         f"{nearest}; --family NAME shows what another one needs"
     )
+
+
+def updated_config(
+    original: Mapping[str, Any], model: ModelConfig, moe: MoEConfig
+) -> dict[str, Any] | None:
+    """Return the ``config.json`` of an imported model, changed only where the model has changed.
+
+    Args:
+        original: Content of the file that was imported.
+        model: A resolved ``[model]`` section.
+        moe: A resolved ``[moe]`` section.
+
+    Returns:
+        The entries, or ``None`` if the model is not of that family any more.
+    """
+    family = family_of(original)
+    ours = _entries(family, model, moe)
+    before = _entries(family, *_read(family, original, model.seq_length))
+    changed = {name for name, value in ours.items() if value != before.get(name)}
+    config = {name: value for name, value in original.items() if name != "quantization_config"}
+    groups = [key.theirs for key in family.keys if not _TRAINING_ONLY.issuperset(key.ours)]
+    groups += [rule.names for rule in family.rules if not isinstance(rule, TRAINING_RULES)]
+    for names in (*groups, tuple(ROPE_NAMES)):
+        if changed.intersection(names):
+            _replace(config, ours, names)
+    # Longer samples than those of the original training, which a server should accept.
+    longest = config.get("max_position_embeddings")
+    is_longer = isinstance(longest, int) and longest < model.seq_length
+    if is_longer and model.rope_scaling.type != "dynamic":
+        config["max_position_embeddings"] = model.seq_length
+        if differences(_read(family, config, model.seq_length), (model, moe)):
+            _replace(config, ours, tuple(ROPE_NAMES))  # they depended on it
+    is_same = not differences(_read(family, config, model.seq_length), (model, moe))
+    return config if is_same else None
+
+
+def _replace(config: dict[str, Any], ours: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Replace a group of entries, which may have other spellings."""
+    for name in names:
+        config.pop(name, None)
+    config.update({name: ours[name] for name in names if name in ours})
 
 
 def differences(
