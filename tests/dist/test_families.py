@@ -18,6 +18,7 @@ from megacore.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 from tests.support.hf_models import MODELS, save_theirs
+from tests.unit.models.test_hf_mtp import make_folder as save_with_predictions
 
 STEPS, LR = 20, 3e-3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -168,6 +169,19 @@ def test_router_losses_are_added_if_the_model_asks_for_them(family: str, tmp_pat
     assert train(0, 1, tmp_path, settings) == pytest.approx(expected, rel=1e-5)
     off = {**settings, "moe": {"aux_loss_coef": 0.0}}
     assert train(0, 1, tmp_path, off) != pytest.approx(expected, rel=1e-4)
+
+
+def test_layers_for_multi_token_prediction_do_not_change_the_losses(tmp_path: Path) -> None:
+    theirs, _ = save_with_predictions("deepseek-v3", tmp_path / "theirs")
+    command = ["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--seq-length=16"]
+    assert main(command) == 0
+    settings = {"train": {"steps": 5}}
+    config = make_config(tmp_path, 1, settings)
+    assert config.model.num_mtp_layers == 1
+    expected = train_theirs(theirs.train(), config)
+    assert train(0, 1, tmp_path, settings) == pytest.approx(expected, rel=1e-5)
+    trained = {**settings, "model": {"mtp_loss_coef": 0.1}}
+    assert train(0, 1, tmp_path, trained) != pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen2"])

@@ -281,8 +281,12 @@ _MLA_KEYS = (
 )
 # The first two follow from the widths above; the others are for training or serving.
 _DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
-# Fine-tuning leaves the bias as it is.
-_DEEPSEEK_V3_ROUTER = {"moe.score_function": "sigmoid", "moe.expert_bias": 0.0}
+# Fine-tuning leaves biases of experts and layers for multi-token prediction as they are.
+_DEEPSEEK_V3 = {
+    "moe.score_function": "sigmoid",
+    "moe.expert_bias": 0.0,
+    "model.mtp_loss_coef": 0.0,
+}
 _GLM4_KEYS = (
     Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),
     Key(theirs=("use_qk_norm",), ours=("model.qk_norm",), kind=bool, default=False),
@@ -369,7 +373,7 @@ FAMILIES: Mapping[str, Family] = {
                 _MTP_KEY,
             ),
             fixed=_FIXED,
-            implied=_DEEPSEEK_V3_ROUTER,
+            implied=_DEEPSEEK_V3,
             rules=(FirstDense(default=1), SharedExperts(), PaddingRow()),
             copies=_MTP_COPIES,
             rotary_fraction=0.5,
@@ -433,7 +437,7 @@ FAMILIES: Mapping[str, Family] = {
                 "rope_interleave": True,
                 "pretraining_tp": 1,
             },
-            implied=_DEEPSEEK_V3_ROUTER,
+            implied=_DEEPSEEK_V3,
             rules=(FirstDense(default=3), SharedExperts(), PaddingRow()),
             ignored=_DEEPSEEK_IGNORED,
             copies=_MTP_COPIES,

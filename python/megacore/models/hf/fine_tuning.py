@@ -100,6 +100,11 @@ def training_note(config: Mapping[str, Any], model: ModelConfig, moe: MoEConfig)
         )
     elif moe.num_experts and coef:
         parts.append(f"moe.aux_loss_coef = 0.0 ({_SWITCH} is not true, so {_COEF} = {coef} is off)")
+    if model.num_mtp_layers:
+        parts.append(
+            f"model.mtp_loss_coef = {model.mtp_loss_coef} (layers for multi-token prediction do "
+            "not learn; 0.1 trains them)"
+        )
     unused = [
         f"{name} = {json.dumps(config[name])}" for name in _UNUSED if config.get(name) is not None
     ]
