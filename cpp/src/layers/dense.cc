@@ -166,6 +166,14 @@ void add_sums(const std::vector<float>& sums, int64_t width, float* total) {
   }
 }
 
+void check_heads(const HeadShape& shape) {
+  MC_REQUIRE(shape.num_tokens >= 0 && shape.num_groups >= 0 && shape.q_per_kv >= 0 &&
+                 shape.head_dim >= 0 && shape.num_rotated >= 0,
+             "a size is negative");
+  MC_REQUIRE(shape.num_tokens == 0 || shape.batch >= 1, "batch must be at least 1, got {}",
+             shape.batch);
+}
+
 int64_t position_of(const HeadShape& shape, int64_t token) {
   return shape.position_per_sample ? token : token / shape.batch;
 }
@@ -240,6 +248,7 @@ void split_and_rotate(Float* qkv,
                       const HeadShape& shape,
                       bool backward,
                       int num_threads) {
+  check_heads(shape);
   const int64_t slots = shape.q_per_kv + 2;
   const int64_t dim = shape.head_dim;
   const int64_t half = shape.num_rotated / 2;
@@ -282,6 +291,7 @@ void norm_and_rotate(const Float* qkv,
                      const float* sin,
                      const HeadShape& shape,
                      int num_threads) {
+  check_heads(shape);
   const int64_t slots = shape.q_per_kv + 2;
   const int64_t dim = shape.head_dim;
   const int64_t half = shape.num_rotated / 2;
@@ -366,6 +376,7 @@ void norm_and_rotate_backward(const HeadGrads<Float>& grads,
                               const float* sin,
                               const HeadShape& shape,
                               int num_threads) {
+  check_heads(shape);
   const int64_t dim = shape.head_dim;
   norm_and_rotate_part(grads.q, norms.q_weight, grads.q_weight, 0, shape.q_per_kv, grads.qkv, qkv,
                        norms, cos, sin, shape, num_threads);

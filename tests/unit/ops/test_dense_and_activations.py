@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
+from megacore import _core
 from megacore.config import ModelConfig
 from megacore.models.rotary import RotaryTables
 from megacore.ops.activations import geglu, swiglu
@@ -134,3 +137,27 @@ def test_geglu_equals_its_formula() -> None:
 
 def test_swiglu_of_no_tokens() -> None:
     assert swiglu(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((3, 0), "batch must be"), ((-1, 1), "negative")])
+def test_sizes_that_would_divide_by_zero_are_errors(sizes: tuple[int, int], message: str) -> None:
+    tokens, batch = sizes
+    common: dict[str, Any] = {
+        **dict.fromkeys(("qkv", "q", "k", "v", "cos", "sin"), 0),
+        "num_tokens": tokens,
+        "batch": batch,
+        "num_groups": 1,
+        "q_per_kv": 1,
+        "head_dim": 4,
+        "num_rotated": 4,
+        "position_per_sample": False,
+        "dtype": "float32",
+        "num_threads": 1,
+    }
+    with pytest.raises(ValueError, match=message):
+        _core.split_and_rotate(**common, backward=False)
+    grads = ("grad_qkv", "grad_q_weight", "grad_k_weight")
+    others: dict[str, Any] = dict.fromkeys(("q_weight", "k_weight", "scale", *grads), 0)
+    for backward in (False, True):
+        with pytest.raises(ValueError, match=message):
+            _core.norm_and_rotate(**common, **others, eps=1e-6, backward=backward)
