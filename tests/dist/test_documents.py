@@ -145,6 +145,45 @@ def test_documents_move_with_their_batch() -> None:
     assert moved.documents.starts == ((0, 1),)
 
 
+READERS: dict[str, dict[str, Any]] = {
+    "windows of the stream": {},
+    "best fit": {"data.packing": "best_fit"},
+    "order of Megatron": {"data.order": "megatron", "data.split": "1,0"},
+}
+
+
+@pytest.mark.dist
+def test_empty_documents_change_no_loss(tmp_path: Path) -> None:
+    random = np.random.RandomState(5)
+    documents = [random.randint(0, 256, size=length).tolist() for length in range(1, 40)]
+    empty: list[list[int]] = [[]]
+    with_empty = [*empty, *(part for one in documents for part in ([one], [one, []])[len(one) % 2])]
+    with_empty += empty * 3
+    write_indexed(tmp_path / "full", documents, vocab_size=256)
+    write_indexed(tmp_path / "empty", with_empty, vocab_size=256)
+    fixed = {"data.document_mask": True, "data.cache": str(tmp_path / "cache")}
+
+    def runs(name: str, layout: dict[str, Any], readers: list[str]) -> list[dict[str, Any]]:
+        source = {"data.source": str(tmp_path / name), "data.validation": []}
+        return [{**fixed, **source, **layout, **READERS[reader]} for reader in readers]
+
+    exact = ["windows of the stream", "best fit"]
+    expected = train(0, 1, runs("full", {}, exact))
+    assert train(0, 1, runs("empty", {}, exact)) == expected
+    # Its shuffles count empty sequences, as Megatron's do.
+    assert all(math.isfinite(loss) for loss, _ in train(0, 1, runs("empty", {}, [*READERS][2:]))[0])
+    layouts = {name: CASES[name][1] for name in ("tp2 sp", "cp2, recomputed")}
+    layouts["cp2 ring"] = {"parallel.cp": 2, "parallel.cp_comm": "ring"}
+    split = [run for layout in layouts.values() for run in runs("empty", layout, exact)]
+    for results in run_ranks(2, train, 2, split, timeout_s=200):
+        for index, result in enumerate(results):
+            for (loss, norm), (wanted_loss, wanted_norm) in zip(
+                result, expected[index % 2], strict=True
+            ):
+                assert loss == pytest.approx(wanted_loss, rel=1e-5), split[index]
+                assert norm == pytest.approx(wanted_norm, rel=1e-4), split[index]
+
+
 # Microbatches of other sizes, each with other counts of tokens, have one mean.
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"train.microbatch_size": 2}),

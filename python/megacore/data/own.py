@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +13,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.objects import call_object, import_object
 from megacore.data.sample import Sample, Samples
 from megacore.errors import DataError
+from megacore.parallel.batch import problem_of_starts
 
 
 class SampleSource(Protocol):
@@ -72,6 +75,7 @@ class _CheckedSamples:
         self.seq_length = config.model.seq_length
         self._source = source
         self._vocab = config.model.vocab_size
+        self._document_mask = config.data.document_mask
         self._shown = f"{shown}, {name} samples"
         count = getattr(source, "num_samples", None)
         if not isinstance(count, int) or count < 1 or not callable(getattr(source, "sample", None)):
@@ -101,13 +105,32 @@ class _CheckedSamples:
                     f"{self._shown}: {part} of sample {number} must be an int64 array of shape "
                     f"{shape} (model.seq_length), in a megacore.api.Sample"
                 )
+        if not isinstance(sample, Sample):
+            raise DataError(
+                f"{self._shown}: sample {number} must be a megacore.api.Sample, got a "
+                f"{type(sample).__name__}"
+            )
         low, high = sample.tokens.min(), max(sample.tokens.max(), sample.labels.max())
         if low < 0 or high >= self._vocab:
             raise DataError(
                 f"{self._shown}: token ids of sample {number} must be in 0 to {self._vocab - 1} "
                 f"(model.vocab_size), got {low} to {high}"
             )
-        return sample  # type: ignore[no-any-return]
+        return replace(sample, document_starts=self._starts(sample, number))
+
+    def _starts(self, sample: Sample, number: int) -> tuple[int, ...]:
+        """Return the starts of documents, checked."""
+        try:
+            starts = tuple(map(operator.index, sample.document_starts))
+        except TypeError as error:
+            raise DataError(
+                f"{self._shown}: document_starts of sample {number} must be integers: {error}"
+            ) from error
+        # Without the mask, a sample may begin inside of a document.
+        whole = starts if self._document_mask or starts[:1] == (0,) else (0, *starts)
+        if problem := problem_of_starts(whole, self.seq_length):
+            raise DataError(f"{self._shown}: document_starts of sample {number} {problem}")
+        return starts
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """Return the passes that the first samples make over this dataset."""

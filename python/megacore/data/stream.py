@@ -83,11 +83,13 @@ class TokenRange:
         first = self.begin + start
         mask = self.source.loss_mask
         borders = self.source.document_starts
-        starts = []
+        starts: list[int] = []
         for number in range(bisect_left(borders, first), len(borders)):
             if (border := borders[number]) >= first + count:
                 break
-            starts.append(border - first)
+            # An empty document starts where the next one does.
+            if not starts or border - first > starts[-1]:
+                starts.append(border - first)
         if self.source.indexed is not None:
             self.source.indexed.note_read()
         return Window(

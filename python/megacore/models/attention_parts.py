@@ -57,12 +57,20 @@ class Part:
         keys: First key, and the one after the last.
         causal: Query ``i`` of the part attends to its keys up to ``i``; as many keys as queries.
         mask: Added to the scores, ``(queries, keys)``; each query has a finite element.
+
+    Raises:
+        ValueError: If the part has no query or no key, for which torch's kernel ends the process.
     """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     causal: bool = False
     mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, (first, last) in (("queries", self.queries), ("keys", self.keys)):
+            if last <= first:
+                raise ValueError(f"a part of attention must have {name}, got [{first}, {last})")
 
     def shifted(self, queries: int, keys: int) -> Part:
         """Return the part with other indices of its first query and key."""

@@ -374,7 +374,16 @@ def _attend_pieces(
     sinks: Tensor | None,
     whole: int,
 ) -> Tensor:
-    """Compute causal attention of consecutive pieces of queries and keys, ``(T, N, E)``."""
+    """Compute causal attention of consecutive pieces of queries and keys, ``(T, N, E)``.
+
+    Raises:
+        ValueError: If a piece has no query or no key, which no kernel takes.
+    """
+    if min(*num_queries, *num_keys) < 1:
+        raise ValueError(
+            f"pieces of documents must have at least 1 token, got {num_queries} queries and "
+            f"{num_keys} keys"
+        )
     if sinks is None and _has_kernel(q_TND, v_TGE, rule):
         from torch.nn.attention.varlen import varlen_attn
 

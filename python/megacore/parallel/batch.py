@@ -22,6 +22,9 @@ class Documents:
             host, so that every rank finds its part without waiting for the device.
         positions: Position of each token in its document, ``(B, S)``, int64.
 
+    Raises:
+        ValueError: If the starts of a sample do not begin with 0, do not rise, or reach its end.
+
     Example:
         >>> Documents.of([[0, 2], [0]], 3).positions.tolist()
         [[0, 1, 0], [0, 1, 2]]
@@ -30,14 +33,24 @@ class Documents:
     starts: tuple[tuple[int, ...], ...]
     positions: Tensor
 
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.starts):
+            if problem := problem_of_starts(row, self.positions.shape[-1]):
+                raise ValueError(f"document starts of sample {number} {problem}")
+
     @classmethod
     def of(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Describe samples of ``sequence`` tokens by the starts of their documents."""
-        rows = [
-            torch.cat([torch.arange(end - begin) for begin, end in pairwise((*row, sequence))])
-            for row in starts
-        ]
-        return cls(starts=tuple(tuple(row) for row in starts), positions=torch.stack(rows))
+        """Describe samples of ``sequence`` tokens by the starts of their documents.
+
+        Raises:
+            ValueError: As for the class.
+        """
+        positions = torch.arange(sequence).repeat(len(starts), 1)
+        documents = cls(starts=tuple(tuple(row) for row in starts), positions=positions)
+        for row, row_positions in zip(starts, positions, strict=True):
+            for begin, end in pairwise((*row, sequence)):
+                row_positions[begin:end] -= begin
+        return documents
 
     def pieces(
         self, sample: int, begin: int, end: int, *, window: int | None = None
@@ -63,6 +76,27 @@ class Documents:
         if window is not None:
             first = max(first, begin - window + 1)
         return first, queries, [queries[0] + begin - first, *queries[1:]]
+
+
+def problem_of_starts(starts: Sequence[int], sequence: int) -> str:
+    """Return what is wrong with the starts of the documents of a sample, or nothing.
+
+    A document without a token would be a piece of length 0, which kernels cannot take.
+
+    Example:
+        >>> problem_of_starts([0, 4, 4], 8)
+        'must rise, each document having a token, got 4 after 4'
+        >>> problem_of_starts([0, 3], 8)
+        ''
+    """
+    if len(starts) == 0 or starts[0] != 0:
+        return f"must begin with 0, got {list(starts[:8])}"
+    for before, after in pairwise(starts):
+        if after <= before:
+            return f"must rise, each document having a token, got {after} after {before}"
+    if starts[-1] >= sequence:
+        return f"must be below the {sequence} tokens of the sample, got {starts[-1]}"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from megacore.data import (
 from megacore.data.dataset import permute
 from megacore.data.tokenizer import TokenArray
 from megacore.errors import ConfigError, DataError
+from megacore.parallel.batch import Documents
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 300)).filter(lambda s: s[1] > s[0])
 
@@ -212,3 +213,46 @@ def test_an_impossible_order_is_refused(arguments: dict[str, int]) -> None:
     legal = {"num_tokens": 100, "seq_length": 10, "seed": 0}
     with pytest.raises(ValueError, match="seq_length"):
         SampleOrder(**(legal | arguments))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=20).filter(lambda x: sum(x) > 8),
+    number=st.integers(0, 50),
+)
+def test_empty_documents_change_no_sample(lengths: list[int], number: int) -> None:
+    tokens = np.arange(sum(lengths))
+    ends = np.cumsum(lengths)
+
+    def sample(starts: list[int]) -> tuple[list[int], list[int], list[int]]:
+        source = TokenSource(name="x", description="", tokens=tokens, document_starts=starts)
+        made = Dataset(
+            source.range(),
+            name="x",
+            seq_length=7,
+            seed=1,
+            vocab_size=200,
+            document_mask=True,
+        ).sample(number)
+        Documents.of([made.document_starts], 7)
+        return made.tokens.tolist(), made.labels.tolist(), list(made.document_starts)
+
+    whole = [end - length for end, length in zip(ends.tolist(), lengths, strict=True)]
+    full = [start for start, length in zip(whole, lengths, strict=True) if length > 0]
+    assert sample(whole) == sample(full)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ((), r"must begin with 0, got \[\]"),
+        ((3,), r"must begin with 0, got \[3\]"),
+        ((0, 20), "must be below the 8 tokens of the sample, got 20"),
+        ((0, 4, 4), "must rise, each document having a token, got 4 after 4"),
+        ((0, 8), "must be below the 8 tokens"),
+    ],
+)
+def test_starts_of_documents_are_checked(starts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"document starts of sample 1 {message}"):
+        Documents.of([[0, 3], starts], 8)
+    with pytest.raises(ValueError, match=f"document starts of sample 0 {message}"):
+        Documents(starts=(starts,), positions=torch.zeros(1, 8, dtype=torch.int64))

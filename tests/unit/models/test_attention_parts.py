@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.models import attention_parts
-from megacore.models.attention_parts import ScoreRule, attend_parts, causal_parts, visible
+from megacore.models.attention_parts import Part, ScoreRule, attend_parts, causal_parts, visible
 from megacore.models.context_parallel import Masks, attend, causal_attention, needs_order
 from megacore.models.context_ring import ring_parts
 from megacore.parallel.process_groups import Group
@@ -240,3 +240,13 @@ def test_parts_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -
                 )
                 found[rows[:, None], columns] += shown
         assert torch.equal(found, wanted.long())
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((3, 3), (0, 2)), ((0, 2), (4, 4)), ((2, 1), (0, 1))]
+)
+def test_a_part_without_queries_or_keys_is_an_error(
+    queries: tuple[int, int], keys: tuple[int, int]
+) -> None:
+    with pytest.raises(ValueError, match=r"a part of attention must have (queries|keys), got \["):
+        Part(queries, keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,42 @@ def no_source(_config: ResolvedConfig) -> Any:
 
 def no_validation(_config: ResolvedConfig) -> Any:
     return Squares(), {}
+
+
+class Starts(Squares):
+    """Squares with starts of documents."""
+
+    def __init__(self, starts: Any) -> None:
+        super().__init__()
+        self.starts = starts
+
+    def sample(self, number: int) -> Sample:
+        """Return a sample with the starts."""
+        return replace(super().sample(number), document_starts=self.starts)
+
+
+def no_starts(_config: ResolvedConfig) -> Any:
+    return Starts(()), {"x": Squares()}
+
+
+def late_start(_config: ResolvedConfig) -> Any:
+    return Starts((3,)), {"x": Squares()}
+
+
+def start_after_the_end(_config: ResolvedConfig) -> Any:
+    return Starts((0, 20)), {"x": Squares()}
+
+
+def empty_document(_config: ResolvedConfig) -> Any:
+    return Starts((0, 4, 4)), {"x": Squares()}
+
+
+def start_between_tokens(_config: ResolvedConfig) -> Any:
+    return Starts((0, 1.5)), {"x": Squares()}
+
+
+def documents(_config: ResolvedConfig) -> Any:
+    return Starts(np.array([0, 3])), {"x": Starts([0, 7])}
 
 
 def make_config(name: str, folder: Path, **train: Any) -> ResolvedConfig:
@@ -124,3 +161,37 @@ def test_bad_data_of_ones_own_are_one_sentence(name: str, message: str, tmp_path
     with pytest.raises(MegacoreError, match=message) as error:
         load_run_data(make_config(name, tmp_path))
     assert str(error.value).startswith("data.factory = ")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "needs_mask"),
+    [
+        ("no_starts", r"must begin with 0, got \[\]", True),
+        ("late_start", r"must begin with 0, got \[3\]", True),
+        ("start_after_the_end", "must be below the 8 tokens of the sample, got 20", False),
+        ("empty_document", "must rise, each document having a token, got 4 after 4", False),
+        ("start_between_tokens", "must be integers: 'float' object cannot", False),
+    ],
+)
+def test_starts_of_documents_of_ones_own_are_checked(
+    name: str, message: str, needs_mask: bool, tmp_path: Path
+) -> None:
+    plain = make_config(name, tmp_path)
+    masked = replace_data(plain, document_mask=True)
+    with pytest.raises(MegacoreError, match=f"document_starts of sample 0 {message}"):
+        load_run_data(masked)
+    if needs_mask:
+        assert load_run_data(plain).train.sample(0).tokens.tolist() == list(range(8))
+    else:
+        with pytest.raises(MegacoreError, match=f"document_starts of sample 0 {message}"):
+            load_run_data(plain)
+
+
+def replace_data(config: ResolvedConfig, **data: Any) -> ResolvedConfig:
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+
+
+def test_documents_of_ones_own_are_trained_on(tmp_path: Path) -> None:
+    config = replace_data(make_config("documents", tmp_path), document_mask=True)
+    assert load_run_data(config).train.sample(0).document_starts == (0, 3)
+    assert train(config, rank_context(0, 1)) == 0
