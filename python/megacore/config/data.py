@@ -136,7 +136,7 @@ class DataConfig(Section):
             weights = [float(part) for part in split.split(",")]
         except ValueError:
             raise ValueError(rule) from None
-        in_range = all(0.0 <= weight < float("inf") for weight in weights)
+        in_range = all(weight >= 0.0 for weight in weights) and sum(weights) < float("inf")
         if len(weights) not in (2, 3) or not in_range or weights[0] == 0.0:
             raise ValueError(rule)
         return split
@@ -157,6 +157,11 @@ class DataConfig(Section):
             if missing and len(missing) < len(group):
                 raise ValueError(
                     f"{key} need a weight each or none at all; {', '.join(missing)} have none"
+                )
+            total = sum(source.weight or 0.0 for source in group)
+            if not total < float("inf"):
+                raise ValueError(
+                    f"weights of {key} must have a finite sum, got {total}; divide each by a number"
                 )
             labels = [source.label for source in group]
             twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]

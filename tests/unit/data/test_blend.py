@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,3 +154,13 @@ def test_records_hold_the_losses_of_several_sets() -> None:
     found = json.loads(record.to_json())
     assert found["validation_losses"] == {"web": 2.0, "code": None}
     assert found["epochs"] == {"web": 0.5}
+
+
+def test_weights_without_a_finite_sum_are_refused() -> None:
+    sources = [SourceConfig(path=name, weight=1e308) for name in ("a", "b")]
+    for key in ("sources", "validation"):
+        groups: dict[str, Any] = {key: sources}
+        with pytest.raises(ValueError, match=f"weights of {key} must have a finite sum, got inf"):
+            DataConfig(**groups)
+    with pytest.raises(ValueError, match="expected two or three weights"):
+        DataConfig(split="1e308,1e308")
