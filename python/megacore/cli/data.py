@@ -42,7 +42,10 @@ def add_parser(subparsers: Any) -> None:
     add("-o", "--output", type=Path, metavar="PREFIX", help="result of prepare and merge")
     add("--tokenizer", metavar="FILE", help="tokenizer.json, or bytes (prepare: bytes)")
     add("--field", default="text", help="field or column with the text (text)")
-    add("--kind", choices=["text", "jsonl", "parquet"], help="format (by suffix)")
+    add("--separator", metavar="TEXT", help="text after each field of a prompt (an empty line)")
+    kinds = ["text", "jsonl", "json", "parquet", "arrow"]
+    add("--kind", choices=kinds, help="kind of the files (by contents and name)")
+    add("--force", action="store_true", help="prepare, merge: replace existing token files")
     add("--bos", metavar="TOKEN", help='token before each document (as the tokenizer); "" for none')
     add("--eod", metavar="TOKEN", help='token after each document (the tokenizer\'s); "" for none')
     add("--skip-bad", action="store_true", help="prepare: leave out records that cannot be read")
@@ -130,7 +133,7 @@ def _merge(args: argparse.Namespace) -> None:
     from megacore.data.indexed import merge_indexed
 
     output = _output(args)
-    num_documents = merge_indexed(_prefixes(args), output)
+    num_documents = merge_indexed(_prefixes(args), output, force=args.force)
     print(f"{output}.bin, .idx: {num_documents:,} documents")
 
 

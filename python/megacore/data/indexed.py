@@ -266,7 +266,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
 
 
 class IndexWriter:
-    """Writer of an indexed dataset, one sequence per document; a context manager.
+    """Writer of an indexed dataset; a context manager.
 
     Both files get their names at the end of the context, the index last; after an error nothing is
     left under the final names.
@@ -283,11 +283,12 @@ class IndexWriter:
         self._file = _file(prefix, ".bin.partial").open("wb")
         self._mask: BinaryIO | None = None
         self._lengths = array("i")
+        self._borders = array("q", [0])
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences so far."""
-        return len(self._lengths)
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._borders) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -323,9 +324,15 @@ class IndexWriter:
             while missing > 0:
                 missing -= self._mask.write(b"\1" * min(missing, 1 << 20))
 
-    def add(self, length: int) -> None:
-        """End a sequence of ``length`` tokens."""
+    def add(self, length: int, *, ends_document: bool = True) -> None:
+        """End a sequence of ``length`` tokens, and its document unless others follow."""
         self._lengths.append(length)
+        if ends_document:
+            self.end_document()
+
+    def end_document(self) -> None:
+        """End a document with the sequences since the last end."""
+        self._borders.append(len(self._lengths))
 
     def __enter__(self) -> Self:
         return self
@@ -353,7 +360,7 @@ class IndexWriter:
         sizes = np.frombuffer(self._lengths, dtype=np.int32).astype("<i4")
         ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
         starts = ends - sizes.astype("<i8") * self._dtype.itemsize
-        borders = np.arange(len(sizes) + 1, dtype="<i8")
+        borders = np.frombuffer(self._borders, dtype=np.int64).astype("<i8")
         header = HEADER.pack(MAGIC, 1, code, len(sizes), len(borders))
         with index.open("wb") as file:
             for part in (header, sizes.tobytes(), starts.tobytes(), borders.tobytes()):
@@ -413,11 +420,12 @@ def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
     return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
 
 
-def merge_indexed(prefixes: Sequence[Path], output: Path) -> int:
-    """Join datasets into one, document after document; returns the number of sequences.
+def merge_indexed(prefixes: Sequence[Path], output: Path, *, force: bool = False) -> int:
+    """Join datasets into one, document after document; return the number of documents.
 
     Raises:
-        DataError: If the datasets have different token types, or the result is one of them.
+        DataError: If the datasets have different token types, the result is one of them, or it
+            exists and ``force`` is not set.
     """
     sources = [read_indexed(prefix) for prefix in prefixes]
     dtypes = {source.stored.dtype.name for source in sources}
@@ -428,13 +436,43 @@ def merge_indexed(prefixes: Sequence[Path], output: Path) -> int:
         )
     if output.resolve() in [prefix.resolve() for prefix in prefixes]:
         raise DataError(f"the result {output} must not be one of the joined files")
+    check_output(output, force=force)
     with IndexWriter(output, sources[0].stored.dtype) as writer:
         for source in sources:
-            for number, length in enumerate(source.lengths):
-                mask = None if source.stored_mask is None else source.mask_of(number)
-                writer.append(source.sequence(number), mask)
-                writer.add(int(length))
-        return writer.num_sequences
+            for begin, end in itertools.pairwise(source.document_borders.tolist()):
+                for number in range(begin, end):
+                    mask = None if source.stored_mask is None else source.mask_of(number)
+                    writer.append(source.sequence(number), mask)
+                    writer.add(int(source.lengths[number]), ends_document=False)
+                writer.end_document()
+        return writer.num_documents
+
+
+def check_output(prefix: Path, *, force: bool = False) -> None:
+    """Check that token files can be written without loss.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+        force: Replace existing token files.
+
+    Raises:
+        DataError: If files of this prefix exist, or the prefix is also the name of a folder or
+            file, so that a source of this name would have two readings.
+    """
+    if prefix.exists():
+        what = "folder" if prefix.is_dir() else "file"
+        raise DataError(
+            f"the prefix {prefix} is also the name of a {what}, and a source of this name would "
+            f"have two readings; choose another one, e.g. {prefix}_tokens"
+        )
+    present = [
+        path for suffix in (".bin", ".idx", ".mask") if (path := _file(prefix, suffix)).exists()
+    ]
+    # Between the renames of an interrupted call, its index has its temporary name.
+    if present and not force and not _file(prefix, ".idx.partial").exists():
+        raise DataError(
+            f"{present[0]} exists already; choose another prefix, or replace it with --force"
+        )
 
 
 def _check_ids(number: int, ids: NDArray[Any], vocab_size: int) -> None:

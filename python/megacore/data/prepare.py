@@ -407,11 +407,17 @@ def preparation_facts(options: PrepareOptions) -> dict[str, object]:
 def _start_parts(
     parts: Path, files: Sequence[Path], options: PrepareOptions, num_shards: int
 ) -> None:
-    """Create the folder of parts; discard parts of other files, options or shards."""
+    """Create the folder of parts; discard parts of other files, options or shards.
+
+    Raises:
+        DataError: If there is a folder of this name that is not one of parts.
+    """
     parts.mkdir(parents=True, exist_ok=True)
     facts = {"files": [file_facts(path) for path in files], "num_shards": num_shards}
     text = json.dumps({**facts, **preparation_facts(options)})
     path = parts / "facts.json"
+    if not path.is_file() and any(parts.iterdir()):
+        raise DataError(f"{parts} is not a folder of unfinished parts; choose another prefix")
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         remove_partial(parts)
         path.write_text(text, encoding="utf-8")
@@ -432,16 +438,13 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
             writer.append_file(data, data.with_suffix(".mask") if facts.is_marked else None)
             lengths = facts.lengths
             if open_length and not facts.continues:
-                writer.add(open_length)
+                _add_document(writer, open_length)
                 open_length = 0
             for index, length in enumerate(lengths):
                 open_length += length
                 if facts.unfinished and index == len(lengths) - 1:
                     break
-                while open_length > _MAX_SEQUENCE:
-                    writer.add(_MAX_SEQUENCE)
-                    open_length -= _MAX_SEQUENCE
-                writer.add(open_length)
+                _add_document(writer, open_length)
                 open_length = 0
             num_empty += facts.num_empty
             num_skipped += facts.num_skipped
@@ -449,8 +452,8 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
             num_unprompted += facts.num_unprompted
             first_skipped = first_skipped or facts.first_skipped
         if open_length:
-            writer.add(open_length)
-        num_documents, num_tokens = writer.num_sequences, writer.num_tokens
+            _add_document(writer, open_length)
+        num_documents, num_tokens = writer.num_documents, writer.num_tokens
     return Prepared(
         num_documents=num_documents,
         num_tokens=num_tokens,
@@ -460,3 +463,11 @@ def _join(prefix: Path, parts: Path, count: int, dtype: np.dtype[np.integer]) ->
         num_left_out=num_left_out,
         num_unprompted=num_unprompted,
     )
+
+
+def _add_document(writer: IndexWriter, length: int) -> None:
+    """End a document, of several sequences if it is longer than one may be."""
+    while length > _MAX_SEQUENCE:
+        writer.add(_MAX_SEQUENCE, ends_document=False)
+        length -= _MAX_SEQUENCE
+    writer.add(length)

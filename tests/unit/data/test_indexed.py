@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.data import read_indexed, write_indexed
-from megacore.data.indexed import HEADER, MAGIC, indexed_prefix
+from megacore.data.indexed import HEADER, MAGIC, IndexWriter, indexed_prefix, merge_indexed
 from megacore.errors import DataError
 
 documents = st.lists(st.lists(st.integers(0, 99), max_size=8), max_size=6)
@@ -170,3 +170,42 @@ def test_an_index_cut_off_in_its_header_is_named_as_such(tmp_path: Path) -> None
     index.write_bytes(index.read_bytes()[:20])
     with pytest.raises(DataError, match=r"x\.idx has 20 bytes, .* takes 34: the file is cut off"):
         read_indexed(tmp_path / "x")
+
+
+nested = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=5)
+
+
+@given(parts=st.lists(nested, min_size=1, max_size=3))
+def test_merging_keeps_documents_of_several_sequences(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[list[list[int]]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("merge")
+    for number, docs in enumerate(parts):
+        with IndexWriter(folder / str(number), np.dtype("<u2")) as writer:
+            for document in docs:
+                for sequence in document:
+                    writer.append(np.array(sequence, dtype=np.int64))
+                    writer.add(len(sequence), ends_document=False)
+                writer.end_document()
+    prefixes = [folder / str(number) for number in range(len(parts))]
+    docs = [document for part in parts for document in part]
+    assert merge_indexed(prefixes, folder / "all") == len(docs)
+    data = read_indexed(folder / "all")
+    lengths = [len(document) for document in docs]
+    assert data.document_borders.tolist() == np.cumsum([0, *lengths]).tolist()
+    assert data.lengths.tolist() == [len(seq) for document in docs for seq in document]
+    assert data.tokens.tolist() == [t for document in docs for seq in document for t in seq]
+
+
+def test_a_document_longer_than_a_sequence_may_be_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacore.data import prepare as prepare_module
+
+    monkeypatch.setattr(prepare_module, "_MAX_SEQUENCE", 10)
+    (tmp_path / "a.txt").write_text("x" * 25)
+    options = prepare_module.PrepareOptions(eod="")
+    assert prepare_module.prepare([tmp_path / "a.txt"], tmp_path / "x", options).num_documents == 1
+    data = read_indexed(tmp_path / "x")
+    assert data.lengths.tolist() == [10, 10, 5]
+    assert data.document_borders.tolist() == [0, 3]
