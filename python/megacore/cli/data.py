@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megacore.data.tokenizer import Tokenizer
 
 EPILOG = """\
-prepare INPUT ... -o PREFIX   tokenize text, .jsonl and .parquet files into PREFIX.bin and .idx
+prepare INPUT ... -o PREFIX   tokenize text, JSON, parquet, arrow into PREFIX.bin and .idx
 info PREFIX ...               documents, tokens and lengths of token files
 show CONFIG.toml              samples of a run in the order of training
 merge PREFIX ... -o PREFIX    join token files
@@ -65,21 +65,28 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> None:
     from megacore.data import load_tokenizer
+    from megacore.data.files import find_files
     from megacore.data.frame import frame_of
+    from megacore.data.indexed import check_output
     from megacore.data.prepare import PrepareOptions, prepare
-    from megacore.data.records import find_files
 
     output = _output(args)
+    check_output(output, force=args.force)
     options = PrepareOptions(
         tokenizer=args.tokenizer or "bytes",
         field=args.field,
+        separator=args.separator,
         kind=args.kind,
         bos=args.bos,
         eod=args.eod,
         skip_bad=args.skip_bad,
         advice="; --skip-bad leaves such records out",
     )
-    files = [file for path in args.paths for file in find_files(path)]
+    found = [find_files(path, args.kind) for path in args.paths]
+    for path, one in zip(args.paths, found, strict=True):
+        for note in one.notes(path):
+            print(note)
+    files = [file for one in found for file in one.files]
     with progress_bar(f"preparing {output}") as progress:
         result = prepare(files, output, options, workers=args.workers, progress=progress)
     print(f"{output}.bin, .idx: {result.num_documents:,} documents, {result.num_tokens:,} tokens")

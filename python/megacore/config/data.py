@@ -10,7 +10,7 @@ from megacore.config.base import Section
 from megacore.config.objects import check_object_name
 from megacore.errors import ConfigError
 
-SourceKind = Literal["auto", "indexed", "text", "jsonl", "parquet", "factory"]
+SourceKind = Literal["auto", "indexed", "text", "jsonl", "json", "parquet", "arrow", "factory"]
 
 
 class SourceConfig(Section):
@@ -21,7 +21,9 @@ class SourceConfig(Section):
     )
     weight: float | None = Field(default=None, gt=0, description="Share of the tokens.")
     name: str | None = Field(default=None, min_length=1, description="Name in metrics.")
-    kind: SourceKind = Field(default="auto", description="Format; `auto` decides by the path.")
+    kind: SourceKind = Field(
+        default="auto", description="Kind of the files; `auto` decides by contents and name."
+    )
 
     @property
     def label(self) -> str:
@@ -34,15 +36,15 @@ class DataConfig(Section):
 
     source: str = Field(
         default="python-docs",
-        description="`python-docs` or `stdlib` (text that comes with Python), a text file, a "
-        "folder, a `.jsonl` or `.parquet` file, or the prefix of a `.bin`/`.idx` pair. Empty: to "
-        "be set before training, as in the configuration of an imported model.",
+        description="`python-docs` or `stdlib` (text that comes with Python), a file of text, "
+        "JSON, parquet or arrow, a folder of them, or the prefix of a `.bin`/`.idx` pair. Empty: "
+        "to be set before training, as in the configuration of an imported model.",
     )
     sources: list[SourceConfig] = Field(
         default=[],
         description="Several sources instead of `source`, each a table `[[data.sources]]` with "
         "`path`, `weight` (share of the tokens; left out everywhere: by size), `name` and `kind` "
-        "(`auto`, `indexed`, `text`, `jsonl`, `parquet`, `factory`).",
+        "(`auto`, `indexed`, `text`, `jsonl`, `json`, `parquet`, `arrow`, `factory`).",
     )
     factory: str | None = Field(
         default=None,
@@ -70,9 +72,15 @@ class DataConfig(Section):
     field: str = Field(
         default="text",
         min_length=1,
-        description="Field of `.jsonl` objects, or column of `.parquet` files, with the text, or "
-        "with the messages of a conversation, of which only answers are learned; two, joined by a "
-        "comma, for prompts and completions: `prompt,completion`.",
+        description="Field of JSON objects, or column of tables, with the text, or with the "
+        "messages of a conversation, of which only answers are learned; several, joined by commas, "
+        "for prompts and, last, answers: `prompt,completion`, `instruction,input,output`. A name "
+        "with dots leads through nested objects: `data.text`.",
+    )
+    separator: str | None = Field(
+        default=None,
+        description="Text after each field of a prompt. Default: an empty line; for "
+        "`prompt,completion` nothing.",
     )
     split: str = Field(
         default="95,5",

@@ -16,6 +16,8 @@ from megacore.config.data import SourceKind
 from megacore.data.blend import Blend
 from megacore.data.cache import built_once, cache_folder, file_facts
 from megacore.data.dataset import Dataset, mixed_seed, unigram_entropy
+from megacore.data.file_kinds import FileKind, is_compressed, kind_of_file
+from megacore.data.files import find_files, token_prefix
 from megacore.data.frame import frame_of
 from megacore.data.indexed import IndexedTokens, indexed_prefix
 from megacore.data.megatron import megatron_samples, split_borders
@@ -28,9 +30,13 @@ from megacore.data.prepare import (
     preparation_facts,
     prepare,
 )
-from megacore.data.records import FileKind, find_files, kind_of_file
 from megacore.data.sample import Samples
-from megacore.data.sources import BUILT_IN, factory_source, load_tokens
+from megacore.data.sources import (
+    BUILT_IN,
+    factory_source,
+    indexed_source,
+    load_tokens,
+)
 from megacore.data.stream import TokenRange, TokenSource
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
@@ -188,28 +194,16 @@ def open_source(
 ) -> TokenSource:
     """Open one source.
 
-    JSON lines, parquet files and text above ``IN_MEMORY_BYTES`` are tokenized into ``data.cache``
-    by the first process that needs them; others wait and map the result.
+    Records, compressed text and text above ``IN_MEMORY_BYTES`` are tokenized into ``data.cache`` by
+    the first process that needs them; others wait and map the result.
 
     Raises:
         DataError: See :func:`load_tokens` and :func:`~megacore.data.prepare.prepare`.
     """
     if source.kind == "factory":
         opened = factory_source(source.path, tokenizer)
-    elif (files := _files_to_prepare(source, data)) is not None:
-        options = PrepareOptions(
-            tokenizer=data.tokenizer,
-            field=data.field,
-            kind=_file_kind(source.kind),
-            bos=data.bos,
-            eod=data.eod,
-        )
-        opened = _prepared(source, files, options, cache_folder(data.cache), progress)
     else:
-        frame = frame_of(tokenizer, bos=data.bos, eod=data.eod)
-        opened = load_tokens(source.path, tokenizer, frame=frame)
-        if opened.indexed is not None:
-            opened = replace(opened, notes=frame.notes_on_files(opened.tokens, source.path))
+        opened = _open_text(source, tokenizer, data, progress)
     count = min(CHECKED_TOKENS, opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
     return opened
@@ -217,22 +211,45 @@ def open_source(
 
 def _file_kind(kind: SourceKind) -> FileKind | None:
     match kind:
-        case "text" | "jsonl" | "parquet":
+        case "text" | "jsonl" | "json" | "parquet" | "arrow":
             return kind
     return None
 
 
-def _files_to_prepare(source: SourceConfig, data: DataConfig) -> list[Path] | None:
-    path = Path(source.path)
-    is_indexed = source.kind == "indexed" or indexed_prefix(path) is not None
-    if source.path in BUILT_IN or is_indexed or not (path.is_dir() or path.is_file()):
-        return None
-    files = find_files(path)
-    kinds = {kind_of_file(file) if source.kind == "auto" else source.kind for file in files}
-    size = sum(file.stat().st_size for file in files)
-    if kinds == {"text"} and size <= IN_MEMORY_BYTES and data.order == "megacore":
-        return None
-    return files
+def _open_text(
+    source: SourceConfig, tokenizer: Tokenizer, data: DataConfig, progress: Progress | None
+) -> TokenSource:
+    """Open token files, or tokenize text: little of it in memory, records in the cache."""
+    kind = _file_kind(source.kind)
+    frame = frame_of(tokenizer, bos=data.bos, eod=data.eod)
+    prefix = None
+    if source.kind == "indexed":
+        prefix = indexed_prefix(source.path) or Path(source.path)
+    elif kind is None and source.path not in BUILT_IN:
+        prefix = token_prefix(source.path)
+    if prefix is not None:
+        opened = indexed_source(source.path, prefix)
+        return replace(opened, notes=frame.notes_on_files(opened.tokens, source.path))
+    if source.path in BUILT_IN or not Path(source.path).exists():
+        return load_tokens(source.path, tokenizer, frame=frame)
+    found = find_files(Path(source.path), kind)
+    size = sum(path.stat().st_size for path in found.files)
+    if size <= IN_MEMORY_BYTES and data.order == "megacore" and _is_plain(found.files, kind):
+        return load_tokens(source.path, tokenizer, kind=kind, frame=frame)
+    options = PrepareOptions(
+        tokenizer=data.tokenizer,
+        field=data.field,
+        separator=data.separator,
+        kind=kind,
+        bos=data.bos,
+        eod=data.eod,
+    )
+    opened = _prepared(source, found.files, options, cache_folder(data.cache), progress)
+    return replace(opened, notes=found.notes(Path(source.path)) + opened.notes)
+
+
+def _is_plain(files: Sequence[Path], kind: FileKind | None) -> bool:
+    return all(kind_of_file(path, kind) == "text" and not is_compressed(path) for path in files)
 
 
 def _prepared(
@@ -252,12 +269,11 @@ def _prepared(
     tokenizer = load_tokenizer(options.tokenizer)
     prepared = Prepared(**json.loads((folder / "prepared.json").read_text(encoding="utf-8")))
     frame = frame_of(tokenizer, bos=options.bos, eod=options.eod)
-    opened = load_tokens(str(folder / "tokens"), tokenizer)
+    opened = indexed_source(source.path, folder / "tokens")
     count = f"{opened.num_documents:,} documents"
     description = f"{source.path}, {count}, prepared in {folder}"
     return replace(
         opened,
-        name=source.path,
         description=description,
         tokenizer=tokenizer,
         notes=frame.notes + tuple(f"{source.label}: {note}" for note in prepared.notes),

@@ -19,6 +19,8 @@ def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:
     Returns:
         A sentence without a full stop, to which the caller may append.
     """
+    if any(sign in path.name for sign in "*?["):
+        return f"{what} {path} does not exist; patterns are not expanded here, give the folder"
     close = closest_matches(str(path), names, count=1)
     if close:
         return f"{what} {path} does not exist; did you mean {close[0]}?"

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from megacore.data.cache import file_facts, remove_partial
 from megacore.data.chat import ChatTemplate, template_files
+from megacore.data.fields import FieldForm
+from megacore.data.file_kinds import FileKind
 from megacore.data.frame import frame_of
 from megacore.data.indexed import IndexWriter, token_dtype
 from megacore.data.records import (
-    FileKind,
     OnBad,
     Record,
     Shard,
-    kind_of_file,
     read_records,
     shards_of,
     texts_around,
@@ -56,20 +56,22 @@ class PrepareOptions:
 
     Attributes:
         tokenizer: As ``data.tokenizer``.
-        field: Field or column with the text or the messages; or prompt and completion, joined by
-            a comma.
-        kind: Format of all files; ``None``: by their suffix.
+        field: Field or column with the text or the messages; or those of prompt and completion,
+            joined by commas, see :class:`~megacore.data.fields.FieldForm`.
+        separator: Text after each field of a prompt. Default: see ``FieldForm``.
+        kind: Kind of all files; ``None``: by their contents and names.
         bos: Token before every document; ``None``: as the tokenizer has it; ``""``: none.
         eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
         skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
         advice: End of the message about such a record if the run stops.
 
     Raises:
-        DataError: If ``field`` has other names than one or two.
+        DataError: If a name of ``field`` is empty.
     """
 
     tokenizer: str = "bytes"
     field: str = "text"
+    separator: str | None = None
     kind: FileKind | None = None
     bos: str | None = None
     eod: str | None = None
@@ -77,11 +79,7 @@ class PrepareOptions:
     advice: str = ""
 
     def __post_init__(self) -> None:
-        names = self.field.split(",")
-        if len(names) > 2 or not all(names):
-            raise DataError(
-                f'the field must be one name, or two for prompt and completion, got "{self.field}"'
-            )
+        FieldForm.of(self.field, self.separator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ def prepare(
     :func:`~megacore.data.frame.frame_of` around it; conversations have their own.
 
     Args:
-        files: Text, JSON lines or parquet files.
+        files: Text, JSON, parquet or arrow files.
         prefix: Path of the result without suffix; its folder is created.
         options: Tokenizer and format.
         workers: Processes; default: the processors of this machine, one for little text.
@@ -158,9 +156,7 @@ def prepare(
     Raises:
         DataError: For a file or record that cannot be read, with file, line and column.
     """
-    shards = [
-        shard for path in files for shard in shards_of(path, options.kind or kind_of_file(path))
-    ]
+    shards = [shard for path in files for shard in shards_of(path, options.kind)]
     dtype = token_dtype(load_tokenizer(options.tokenizer).vocab_size)
     parts = prefix.with_name(prefix.name + ".parts")
     _start_parts(parts, files, options, len(shards))
@@ -296,7 +292,11 @@ class _Encoder:
     def _encoded(self, shard: Shard, on_bad: OnBad) -> Iterator[_Encoded]:
         """Yield the tokens of the documents of a shard, of text in pieces."""
         records = read_records(
-            shard, field=self._options.field, on_bad=on_bad, template=self._template
+            shard,
+            field=self._options.field,
+            separator=self._options.separator,
+            on_bad=on_bad,
+            template=self._template,
         )
         if shard.kind == "text" and not isinstance(self._tokenizer, ByteTokenizer):
             pieces = (record.text for record in records if isinstance(record.text, str))

@@ -1,31 +1,29 @@
-"""Documents of text, JSON lines and parquet files, read in parts of bounded size."""
+"""Documents of the files of a source, read in parts of bounded size."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TextIO
 
-from megacore.data.chat import ChatTemplate, MarkedText, marked_pair
-from megacore.data.paths import missing_path
+from megacore.data.chat import ChatTemplate, MarkedText
+from megacore.data.fields import FieldForm
+from megacore.data.file_kinds import FileKind, is_compressed, kind_of_file, open_data
+from megacore.data.tables import arrow_rows, num_row_groups, parquet_rows
 from megacore.errors import DataError
 
-FileKind = Literal["text", "jsonl", "parquet"]
 SHARD_BYTES = 32 << 20
 # Small files of lines are cut into smaller shards, so that all workers end at about the same time.
 _SMALL_SHARD_BYTES = 1 << 20
 _SHARDS_PER_FILE = 256
-_SETTING = "set data.field; --field of data prepare"
 # Text is encoded in blocks of whole lines of about this size.
 BLOCK_BYTES = 64 << 10
-_SUFFIXES: dict[str, FileKind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-}
-_BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip"}
+_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,88 +66,100 @@ class Record:
 OnBad = Callable[[str], None]
 
 
-def kind_of_file(path: Path) -> FileKind:
-    """Return the format of a file by its suffix; unknown suffixes are text."""
-    return _SUFFIXES.get(path.suffix.lower(), "text")
-
-
-def find_files(source: Path) -> list[Path]:
-    """Return a file, or the visible files below a folder, sorted by name.
-
-    In a folder, files that do not begin with UTF-8 text are left out, unless they are parquet.
-
-    Raises:
-        DataError: If there are none.
-    """
-    if source.is_file():
-        return [source]
-    if not source.is_dir():
-        raise DataError(missing_path("data source", source))
-    files = [
-        path
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-        and path.stat().st_size > 0
-        and not any(part.startswith(".") for part in path.relative_to(source).parts)
-    ]
-    usable = [path for path in files if kind_of_file(path) == "parquet" or _begins_as_text(path)]
-    if not usable:
-        found = f"{len(files)} files, none of them text in UTF-8" if files else "no files"
-        raise DataError(f"data source {source} has no text: found {found}")
-    return usable
-
-
-def shards_of(path: Path, kind: FileKind) -> list[Shard]:
+def shards_of(path: Path, kind: FileKind | None = None) -> list[Shard]:
     """Cut a file into parts that workers read independently.
 
+    Compressed files, JSON over several lines and arrow files are one part each.
+
+    Args:
+        path: The file.
+        kind: Its kind; ``None``: by its contents and name.
+
     Raises:
-        DataError: If the file is empty or of another format.
+        DataError: If the file is empty or of another kind.
     """
-    if kind == "parquet":
-        count, step = _open_parquet(path).metadata.num_row_groups, 1
+    found = kind_of_file(path, kind)
+    if found in {"arrow", "json"} or is_compressed(path):
+        return [Shard(path=path, kind=found, begin=0, end=sys.maxsize, is_last=True)]
+    if found == "parquet":
+        count, step = num_row_groups(path), 1
     else:
         count, step = path.stat().st_size, SHARD_BYTES
-        if kind == "jsonl":
+        if found == "jsonl":
             step = min(step, max(_SMALL_SHARD_BYTES, count // _SHARDS_PER_FILE))
-        _check_encoding(path)
-    if count == 0:
-        raise DataError(f"data file {path} is empty")
     return [
-        Shard(path=path, kind=kind, begin=at, end=min(at + step, count), is_last=at + step >= count)
+        Shard(
+            path=path, kind=found, begin=at, end=min(at + step, count), is_last=at + step >= count
+        )
         for at in range(0, count, step)
     ]
 
 
 def read_records(
-    shard: Shard, *, field: str, on_bad: OnBad, template: ChatTemplate | None = None
+    shard: Shard,
+    *,
+    field: str,
+    on_bad: OnBad,
+    template: ChatTemplate | None = None,
+    separator: str | None = None,
 ) -> Iterator[Record]:
     """Yield the documents of a shard in order.
 
     Args:
         shard: The part of a file.
-        field: Field of JSON objects, or column of parquet files, with the text or the messages of a
-            conversation; or those of prompt and completion, with a comma.
+        field: Fields of JSON objects, or columns of tables, see `FieldForm`.
         on_bad: Called with one sentence for a record that cannot be read; it may raise.
         template: Renders conversations.
+        separator: Text after each field of a prompt, see `FieldForm`.
     """
-    if shard.kind == "parquet":
-        yield from _parquet_records(shard, field, on_bad, template)
-    elif shard.kind == "jsonl":
-        for offset, line in _lines(shard):
-            text = _text_of_line(line, shard.path, offset, field, on_bad, template)
-            if text is not None:
-                yield Record(text=text)
-    else:
+    if shard.kind == "text":
         yield from _text_records(shard, on_bad)
+        return
+    form = FieldForm.of(field, separator)
+    place = "field" if shard.kind in {"jsonl", "json"} else "column"
+    for where, row in _rows(shard, form.names, on_bad):
+        try:
+            if not isinstance(row, dict):
+                raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+            text = form.document(row, template, place=place)
+            _check_surrogates(text if isinstance(text, str) else text.text)
+        except DataError:
+            raise
+        except ValueError as error:
+            on_bad(f"{where()}: {error}")
+        else:
+            yield Record(text=text)
+
+
+def _rows(
+    shard: Shard, names: Sequence[str], on_bad: OnBad
+) -> Iterator[tuple[Callable[[], str], Any]]:
+    """Yield the place and the values of each record."""
+    path = shard.path
+    if shard.kind == "jsonl":
+        for offset, line in _lines(shard):
+            for row in _row_of_line(line, path, offset, on_bad):
+                yield partial(_line_place, path, offset), row
+    elif shard.kind == "json":
+        for line_of_value, row in _json_values(path):
+            yield partial(f"{path}, line {{}}".format, line_of_value), row
+    else:
+        rows = (
+            parquet_rows(path, names, shard.begin, shard.end)
+            if shard.kind == "parquet"
+            else arrow_rows(path, names)
+        )
+        for number, row in rows:
+            yield partial(f"{path}, row {{}}".format, number), row
 
 
 def _lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
     """Yield ``(offset, line)`` of the lines that start in the shard."""
-    with shard.path.open("rb") as file:
-        if shard.begin > 0:
-            file.seek(shard.begin - 1)
-            file.readline()
-        offset = file.tell()
+    with open_data(shard.path) as file:
+        offset = shard.begin
+        if offset > 0:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
         while offset < shard.end:
             line = file.readline()
             if not line:
@@ -208,44 +218,125 @@ def _text(lines: Sequence[bytes]) -> str:
     return b"".join(lines).decode("utf-8").removeprefix("\ufeff")
 
 
-def _text_of_line(
-    line: bytes,
-    path: Path,
-    offset: int,
-    field: str,
-    on_bad: OnBad,
-    template: ChatTemplate | None,
-) -> str | MarkedText | None:
+def _row_of_line(line: bytes, path: Path, offset: int, on_bad: OnBad) -> tuple[Any, ...]:
+    """Return the value of a line; nothing for an empty or a bad one."""
     if not line.strip():
-        return None
+        return ()
     try:
-        row = json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n"))
+        return (json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")),)
     except UnicodeDecodeError as error:
         on_bad(_not_utf8(path, offset, error))
-        return None
     except json.JSONDecodeError as error:
-        place = f"{path}, line {line_number(path, offset)}, column {error.colno}"
-        on_bad(f"{place}: not valid JSON: {error.msg}")
-        return None
+        on_bad(f"{_line_place(path, offset)}, column {error.colno}: not valid JSON: {error.msg}")
     except RecursionError:
-        on_bad(f"{path}, line {line_number(path, offset)}: nested too deeply to be read")
-        return None
-    try:
-        if not isinstance(row, dict):
-            raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-        for name in field.split(","):
-            if name not in row:
-                fields = ", ".join(map(str, row)) or "none"
-                raise ValueError(f'no field "{name}"; it has {fields} ({_SETTING})')
-        text = _text_of_row(row, field, template, place="field")
-        if b"\\u" in line:
-            _check_surrogates(text if isinstance(text, str) else text.text)
-        return text
-    except DataError:
-        raise
-    except ValueError as error:
-        on_bad(f"{path}, line {line_number(path, offset)}: {error}")
-        return None
+        on_bad(f"{_line_place(path, offset)}: nested too deeply to be read")
+    return ()
+
+
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield line and value of the elements of an array, or of objects one after the other.
+
+    Raises:
+        DataError: If the file is not valid JSON; what follows cannot be read then.
+    """
+    with open_data(path) as file:
+        text = _JsonText(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        try:
+            yield from text.elements() if text.next_character() == "[" else text.values()
+        except UnicodeDecodeError:
+            raise DataError(_first_not_utf8(path)) from None
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}, {text.place(error.pos)}: not valid JSON: {error.msg}"
+            ) from error
+        except RecursionError as error:
+            raise DataError(f"{path}, line {text.line}: nested too deeply to be read") from error
+
+
+class _JsonText:
+    """JSON values of a text of any length, read piece by piece.
+
+    Attributes:
+        line: Number, from 1, of the line of the next character.
+    """
+
+    def __init__(self, reader: TextIO) -> None:
+        self.line = 1
+        self._reader = reader
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._at = 0
+        # Characters of the first line of `_text` that were read before.
+        self._column = 0
+
+    def values(self) -> Iterator[tuple[int, Any]]:
+        """Yield line and value until the end."""
+        while self.next_character():
+            yield self.line, self._value()
+
+    def elements(self) -> Iterator[tuple[int, Any]]:
+        """Yield line and value of the elements of an array, which is the whole text."""
+        self._advance(self._at + 1)
+        if self.next_character() == "]":
+            self._advance(self._at + 1)
+        else:
+            while True:
+                self.next_character()
+                yield self.line, self._value()
+                following = self.next_character()
+                if following not in {",", "]"}:
+                    raise json.JSONDecodeError("Expecting ',' or ']'", self._text, self._at)
+                self._advance(self._at + 1)
+                if following == "]":
+                    break
+        if self.next_character():
+            raise json.JSONDecodeError("text after the end of the array", self._text, self._at)
+
+    def place(self, position: int) -> str:
+        """Return line and column, from 1, of a position of an error."""
+        line = self.line + self._text.count("\n", self._at, position)
+        last = self._text.rfind("\n", 0, position)
+        column = position - last if last >= 0 else self._column + position + 1
+        return f"line {line}, column {column}"
+
+    def next_character(self) -> str:
+        """Skip white space; return the next character, or "" at the end."""
+        while True:
+            end = self._at
+            while end < len(self._text) and self._text[end] in _SPACE:
+                end += 1
+            self._advance(end)
+            if end < len(self._text):
+                return self._text[end]
+            if not self._read_more():
+                return ""
+
+    def _value(self) -> Any:
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError:
+                if self._read_more():
+                    continue
+                raise
+            if end == len(self._text) and self._read_more():
+                continue  # a number may go on
+            self._advance(end)
+            return value
+
+    def _read_more(self) -> bool:
+        """Read at least as much as is left, so that a long value is parsed a few times only."""
+        part = self._reader.read(max(1 << 20, len(self._text) - self._at))
+        if part:
+            last = self._text.rfind("\n", 0, self._at)
+            self._column = self._column + self._at if last < 0 else self._at - last - 1
+            self._text = self._text[self._at :] + part
+            self._at = 0
+        return bool(part)
+
+    def _advance(self, end: int) -> None:
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
 
 
 def _check_surrogates(text: str) -> None:
@@ -261,108 +352,35 @@ def _check_surrogates(text: str) -> None:
         raise ValueError(f"the text has {half}, half of a surrogate pair") from error
 
 
-def _text_of_row(
-    row: Mapping[str, Any], field: str, template: ChatTemplate | None, *, place: str
-) -> str | MarkedText:
-    """Return the document of a row that has all fields.
-
-    Raises:
-        ValueError: For a value of another type, or a conversation that cannot be rendered.
-        DataError: For a conversation without a template.
-    """
-    values = [row[name] for name in field.split(",")]
-    if isinstance(values[0], list) and len(values) == 1:
-        if template is None:
-            raise DataError(
-                "conversations need a chat template: set the tokenizer to a tokenizer.json with "
-                "chat_template.jinja, or chat_template in tokenizer_config.json, beside it"
-            )
-        return template.render(values[0], row.get("tools"))
-    for name, value in zip(field.split(","), values, strict=True):
-        if not isinstance(value, str):
-            raise ValueError(f'the {place} "{name}" must be text, got {type(value).__name__}')
-    return values[0] if len(values) == 1 else marked_pair(*values)
-
-
-def _parquet_records(
-    shard: Shard, field: str, on_bad: OnBad, template: ChatTemplate | None
-) -> Iterator[Record]:
-    file = _open_parquet(shard.path)
-    names = file.schema_arrow.names
-    columns = field.split(",")
-    for column in columns:
-        if column not in names:
-            raise DataError(
-                f'{shard.path} has no column "{column}"; it has {", ".join(names)} ({_SETTING})'
-            )
-    columns += [name for name in ("tools",) if name in names]
-    row = sum(file.metadata.row_group(n).num_rows for n in range(shard.begin))
-    groups = list(range(shard.begin, shard.end))
-    for batch in file.iter_batches(row_groups=groups, columns=columns, batch_size=1024):
-        for values in batch.to_pylist():
-            try:
-                text = _text_of_row(values, field, template, place="column")
-            except DataError:
-                raise
-            except ValueError as error:
-                on_bad(f"{shard.path}, row {row}: {error}")
-            else:
-                yield Record(text=text)
-            row += 1
-
-
-def _open_parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(f"{path} needs the pyarrow package: pip install '.[parquet]'") from error
-    try:
-        file = ParquetFile(path)
-    except (ArrowInvalid, OSError) as error:
-        size = path.stat().st_size
-        raise DataError(
-            f"{path} is not a parquet file: it has {size:,} bytes; {str(error).splitlines()[0]}"
-        ) from error
-    if file.metadata.num_rows == 0:
-        raise DataError(f"{path} is a parquet file without rows")
-    return file
+def _line_place(path: Path, offset: int) -> str:
+    return f"{path}, line {line_number(path, offset)}"
 
 
 def line_number(path: Path, offset: int) -> int:
-    """Return the number, from 1, of the line that starts at a byte of a file."""
+    """Return the number, from 1, of the line that starts at a byte of a file's contents."""
     count = 1
-    with path.open("rb") as file:
+    with open_data(path) as file:
         while offset > 0 and (part := file.read(min(offset, 1 << 20))):
             count += part.count(b"\n")
             offset -= len(part)
     return count
 
 
+def _first_not_utf8(path: Path) -> str:
+    offset = 0
+    with open_data(path) as file:
+        for line in file:
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return _not_utf8(path, offset, error)
+            offset += len(line)
+    raise AssertionError("the file has changed")
+
+
 def _not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> str:
     wrong = error.object[error.start]
     return (
-        f"{path}, line {line_number(path, offset)}: not UTF-8 text: byte "
+        f"{_line_place(path, offset)}: not UTF-8 text: byte "
         f"{offset + error.start:,} is 0x{wrong:02x}; convert it, e.g. iconv -f latin1 -t utf-8"
     )
-
-
-def _check_encoding(path: Path) -> None:
-    with path.open("rb") as file:
-        mark = file.read(2)
-    if mark in _BYTE_ORDER_MARKS:
-        raise DataError(
-            f"data file {path} is {_BYTE_ORDER_MARKS[mark]}, not text in UTF-8; convert it first"
-        )
-
-
-def _begins_as_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(BLOCK_BYTES)
-    try:
-        start.decode("utf-8")
-    except UnicodeDecodeError as error:
-        # A character may be cut by the end of the block.
-        if error.start < len(start) - 3 or len(start) < BLOCK_BYTES:
-            return False
-    return b"\0" not in start

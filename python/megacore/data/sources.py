@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megacore.config.objects import call_object, import_object
+from megacore.data.file_kinds import FileKind
+from megacore.data.files import find_files, token_prefix
 from megacore.data.frame import Frame, frame_of
 from megacore.data.indexed import indexed_prefix, read_indexed
 from megacore.data.paths import missing_path
+from megacore.data.records import read_records, shards_of
 from megacore.data.stream import TokenSource
 from megacore.data.tokenizer import Tokenizer
 from megacore.errors import DataError
@@ -26,26 +29,38 @@ BUILT_IN = ("python-docs", "stdlib")
 class _Text:
     description: str
     documents: list[str]
+    notes: tuple[str, ...] = ()
 
 
-def load_tokens(source: str, tokenizer: Tokenizer, *, frame: Frame | None = None) -> TokenSource:
+def load_tokens(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    field: str = "text",
+    kind: FileKind | None = None,
+    frame: Frame | None = None,
+) -> TokenSource:
     """Read a source of text and tokenize it into one stream.
 
     Args:
         source: ``"python-docs"`` (English prose of the Python reference, about 0.5 MB, in every
             Python installation), ``"stdlib"`` (the standard library's own sources, about 10 MB),
-            a text file in UTF-8, a folder of such files, or the prefix of a ``.bin``/``.idx`` pair.
+            a file of text, JSON, parquet or arrow, a folder of such files, or the prefix of a
+            ``.bin``/``.idx`` pair.
         tokenizer: Encodes text. A ``.bin``/``.idx`` pair is used as is.
+        field: Field or column with the text of records.
+        kind: Kind of the files; ``None``: by their contents and names.
         frame: Tokens around every document of text. Default: those of the tokenizer.
 
     Raises:
-        DataError: If the source does not exist (with the closest names), has no text, or is not
-            UTF-8.
+        DataError: If the source does not exist (with the closest names), has two readings, has no
+            text, or holds a file or record that cannot be read.
     """
-    prefix = None if source in BUILT_IN else indexed_prefix(source)
-    if prefix is not None:
-        return _load_indexed(source, prefix)
-    return _joined(source, _read_text(source), tokenizer, frame or frame_of(tokenizer))
+    if source not in BUILT_IN and kind is None:
+        prefix = token_prefix(source)
+        if prefix is not None:
+            return indexed_source(source, prefix)
+    return _joined(source, _read_text(source, field, kind), tokenizer, frame or frame_of(tokenizer))
 
 
 def factory_source(path: str, tokenizer: Tokenizer) -> TokenSource:
@@ -77,11 +92,12 @@ def _joined(name: str, text: _Text, tokenizer: Tokenizer, frame: Frame) -> Token
         tokens=np.concatenate(parts),
         document_starts=[0, *ends[:-1].tolist()],
         tokenizer=tokenizer,
-        notes=frame.notes,
+        notes=text.notes + frame.notes,
     )
 
 
-def _load_indexed(source: str, prefix: Path) -> TokenSource:
+def indexed_source(source: str, prefix: Path) -> TokenSource:
+    """Open token files as a source of the given name."""
     indexed = read_indexed(prefix)
     return TokenSource(
         name=source,
@@ -93,23 +109,65 @@ def _load_indexed(source: str, prefix: Path) -> TokenSource:
     )
 
 
-def _read_text(source: str) -> _Text:
+def _check_name(source: str) -> None:
+    """Check that the name of a built-in source is not also that of a file or folder.
+
+    Raises:
+        DataError: If it is.
+    """
+    if source in BUILT_IN and (Path(source).exists() or indexed_prefix(source) is not None):
+        raise DataError(
+            f"data source {source} is both text that comes with Python and a name in "
+            f"{Path.cwd()}; write ./{source} for the latter, or rename it"
+        )
+
+
+def _read_text(source: str, field: str, kind: FileKind | None) -> _Text:
+    _check_name(source)
     if source == "python-docs":
         return _python_docs()
     if source == "stdlib":
         return _stdlib()
     path = Path(source)
-    if path.is_dir():
-        return _folder(path)
-    if path.is_file():
-        return _file(path)
-    if path.exists():
-        raise DataError(f"data source {path} is neither a regular file nor a folder")
-    known = ' (data.source is "python-docs", "stdlib", a file, a folder or a .bin/.idx prefix)'
-    for half, other in ((".bin", ".idx"), (".idx", ".bin")):
-        if Path(source + half).is_file():
-            raise DataError(f"{source}{half} exists but {source}{other} does not; both are needed")
-    raise DataError(missing_path("data source", path, names=BUILT_IN) + known)
+    if not path.exists():
+        known = ' (data.source is "python-docs", "stdlib", a file, a folder or a .bin/.idx prefix)'
+        for half, other in ((".bin", ".idx"), (".idx", ".bin")):
+            if Path(source + half).is_file():
+                raise DataError(
+                    f"{source}{half} exists but {source}{other} does not; both are needed"
+                )
+        raise DataError(missing_path("data source", path, names=BUILT_IN) + known)
+    found = find_files(path, kind)
+    documents = list(_documents(found.files, field, kind))
+    if not documents:
+        raise DataError(f"data source {path} has no text: every document is empty")
+    count = f"{len(found.files):,} files" if path.is_dir() else "file"
+    return _Text(
+        description=f"{count} {'of ' if path.is_dir() else ''}{path}",
+        documents=documents,
+        notes=found.notes(path),
+    )
+
+
+def _documents(files: Sequence[Path], field: str, kind: FileKind | None) -> Iterator[str]:
+    """Yield the documents of files that have text."""
+    parts: list[str] = []
+    for shard in (shard for path in files for shard in shards_of(path, kind)):
+        for record in read_records(shard, field=field, on_bad=_refuse):
+            if not isinstance(record.text, str):
+                raise DataError(
+                    f"{shard.path}: only text is read here; prepare pairs with a tokenizer"
+                )
+            parts.append(record.text)
+            if record.ends:
+                text = "".join(parts)
+                parts.clear()
+                if text:
+                    yield text
+
+
+def _refuse(sentence: str) -> None:
+    raise DataError(sentence)
 
 
 def _mixed(name: str) -> bytes:
@@ -153,33 +211,6 @@ def _stdlib() -> _Text:
     )
 
 
-def _folder(folder: Path) -> _Text:
-    paths = list(_files_below(folder, {"__pycache__"}))
-    texts = [text for path in paths if (text := _text_or_none(path)) is not None]
-    if not texts:
-        found = f"{len(paths)} files, none of them text in UTF-8" if paths else "no files"
-        raise DataError(f"data source {folder} has no text: found {found}")
-    others = len(paths) - len(texts)
-    note = f" ({others} other files left out)" if others else ""
-    return _Text(description=f"{len(texts)} text files of {folder}{note}", documents=texts)
-
-
-def _file(path: Path) -> _Text:
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read data file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"data file {path} is not UTF-8 text: byte {error.start:,} is "
-            f"0x{raw[error.start]:02x}; convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from error
-    if not text.strip():
-        raise DataError(f"data file {path} is empty")
-    return _Text(description=f"text file {path}", documents=[text])
-
-
 def _files_below(folder: Path, skipped: set[str]) -> Iterator[Path]:
     """Yield the regular, visible files below ``folder`` in a deterministic order."""
     try:
@@ -196,12 +227,11 @@ def _files_below(folder: Path, skipped: set[str]) -> Iterator[Path]:
 
 
 def _text_or_none(path: Path) -> str | None:
-    """Return the text of a file, or None if it is empty, binary, or not UTF-8."""
+    """Return the text of a module, or None if it is empty or not UTF-8."""
     try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
     except OSError as error:
         raise DataError(f"cannot read data file {path}: {error.strerror}") from error
-    return None if "\0" in text or not text.strip() else text
+    return None if not text.strip() else text

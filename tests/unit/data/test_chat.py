@@ -128,6 +128,110 @@ def test_a_bad_conversation_is_one_sentence(row: Any, message: str | None, tmp_p
         prepare([path], tmp_path / "x", options)
 
 
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+
+
+@pytest.mark.parametrize("system", ["message", "field"])
+def test_conversations_of_sharegpt_have_the_tokens_of_messages(system: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=MARKED)
+    rows = []
+    for row in CONVERSATIONS:
+        turns = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["messages"]]
+        shared = {"conversations": turns}
+        if system == "field" and turns[0]["from"] == "system":
+            shared = {"system": turns[0]["value"], "conversations": turns[1:]}
+        if "tools" in row:  # many such files have them as text
+            shared["tools"] = json.dumps(row["tools"])
+        rows.append(shared)
+    ours = PrepareOptions(tokenizer=str(tmp_path), field="messages")
+    prepare([jsonl(tmp_path / "a.jsonl", CONVERSATIONS)], tmp_path / "x", ours)
+    theirs = PrepareOptions(tokenizer=str(tmp_path), field="conversations")
+    prepare([jsonl(tmp_path / "b.jsonl", rows)], tmp_path / "y", theirs)
+    for suffix in (".bin", ".idx", ".mask"):
+        first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in "xy")
+        assert first == second, suffix
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"from": "alien", "value": "x"},
+            '"from" of a message must be one of system, human, .*got',
+        ),
+        ({"from": "gpt"}, 'every message must be an object with "from" and "value"'),
+        ("text", 'every message must be an object with "from" and "value"'),
+    ],
+)
+def test_bad_messages_of_sharegpt_are_one_sentence(turn: Any, message: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=MARKED)
+    rows = [{"conversations": [{"from": "human", "value": "a"}, turn]}]
+    options = PrepareOptions(tokenizer=str(tmp_path), field="conversations")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1: {message}"):
+        prepare([jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "x", options)
+
+
+ALPACA = {"instruction": "Add", "input": "2 and 2", "output": "4"}
+FORMS = [
+    ("instruction,input,output", None, ALPACA, "Add\n\n2 and 2\n\n|4"),
+    ("instruction, input, output", None, {**ALPACA, "input": ""}, "Add\n\n|4"),
+    ("instruction,input,output", None, {**ALPACA, "input": None}, "Add\n\n|4"),
+    ("instruction,input,output", "\n###\n", ALPACA, "Add\n###\n2 and 2\n###\n|4"),
+    ("instruction,output", None, ALPACA, "Add\n\n|4"),
+    ("prompt,completion", None, {"prompt": "Add", "completion": " 4"}, "Add| 4"),
+    ("prompt,completion", " =", {"prompt": "Add", "completion": " 4"}, "Add =| 4"),
+    ("a.q,a.b.c", None, {"a": {"q": "Q", "b": {"c": "C"}}}, "Q\n\n|C"),
+    ("a.q,x.y", "", {"a": {"q": "Q"}, "x.y": "C"}, "Q|C"),
+]
+
+
+@pytest.mark.parametrize(("field", "separator", "row", "expected"), FORMS)
+def test_fields_are_joined_and_the_last_one_is_learned(
+    field: str, separator: str | None, row: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [row])
+    options = PrepareOptions(field=field, separator=separator, eod="")
+    prepare([path], tmp_path / "x", options)
+    indexed = read_indexed(tmp_path / "x")
+    prompt, answer = expected.split("|")
+    assert bytes(indexed.tokens.astype("u1")).decode() == prompt + answer
+    assert indexed.mask_of(0).tolist() == [0] * len(prompt) + [1] * len(answer)
+    config = DataConfig(
+        source=str(path), field=field, separator=separator, cache=str(tmp_path / "cache")
+    )
+    data = load_data(config, seq_length=1, seed=0)
+    assert bytes(data.sources["a.jsonl"].tokens.astype("u1")).startswith((prompt + answer).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "message"),
+    [
+        (
+            "data.text",
+            {"data": {"body": "x"}, "id": 1},
+            'no field "data.text"; it has data.body, id',
+        ),
+        ("data.text", {"data": ["x"]}, 'no field "data.text"; it has data'),
+        ("data.text", {"data": {"text": 1}}, 'the field "data.text" must be text, got int'),
+        ("a,b,c", {"a": None, "b": "x", "c": "y"}, 'the field "a" must be text, got NoneType'),
+        ("a,b,c", {"a": "x", "b": "x", "c": None}, 'the field "c" must be text, got NoneType'),
+    ],
+)
+def test_a_missing_field_is_one_sentence(
+    field: str, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1: {message}"):
+        prepare([jsonl(tmp_path / "a.jsonl", [row])], tmp_path / "x", PrepareOptions(field=field))
+
+
+def test_nested_columns_are_read_as_nested_fields(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"data": [{"text": "deep"}]}), tmp_path / "a.parquet")
+    prepare([tmp_path / "a.parquet"], tmp_path / "x", PrepareOptions(field="data.text", eod=""))
+    assert bytes(read_indexed(tmp_path / "x").tokens.astype("u1")) == b"deep"
+
+
 def test_a_missing_or_broken_template_is_one_sentence(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}])
     with pytest.raises(DataError, match=r"^conversations need a chat template: set the tokenizer"):
@@ -141,9 +245,9 @@ def test_a_missing_or_broken_template_is_one_sentence(tmp_path: Path) -> None:
         ChatTemplate.of_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("field", ["a,b,c", "a,", ","])
-def test_other_numbers_of_fields_are_one_sentence(field: str) -> None:
-    with pytest.raises(DataError, match="one name, or two for prompt and completion, got"):
+@pytest.mark.parametrize("field", ["a,,c", "a,", ","])
+def test_empty_names_of_fields_are_one_sentence(field: str) -> None:
+    with pytest.raises(DataError, match=r"one name, or several joined by commas, .*, got"):
         PrepareOptions(field=field)
 
 

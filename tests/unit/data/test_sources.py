@@ -51,7 +51,7 @@ def test_stdlib_holds_modules_but_no_tests() -> None:
     assert "class TestOrderedDict" not in text
 
 
-def test_a_folder_is_read_in_name_order_without_hidden_and_binary_files(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_name_order_and_names_what_it_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "deep.md").write_text("first: ä")
@@ -59,13 +59,17 @@ def test_a_folder_is_read_in_name_order_without_hidden_and_binary_files(tmp_path
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "nul.txt").write_bytes(b"a\0b")
     (tmp_path / "empty.txt").write_text("")
     source = load_tokens(str(tmp_path), ByteTokenizer())
     assert ByteTokenizer().decode(source.tokens.tolist()) == f"first: ä{SEPARATOR}second"
     assert source.num_documents == 2
-    assert "2 text files" in source.description
-    assert "3 other files left out" in source.description
+    assert source.notes == (
+        f"{tmp_path}: left out: .git (hidden), .hidden (hidden), empty.txt (empty), "
+        "picture.png (binary, not text)",
+    )
+    (tmp_path / "nul.txt").write_bytes(b"a\0b")
+    with pytest.raises(DataError, match=r"cannot be read: nul\.txt \(binary, not text\); move"):
+        load_tokens(str(tmp_path), ByteTokenizer())
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_token_files_are_taken_without_encoding(tmp_path: Path) -> None:
         ("zzz", r"zzz does not exist; .* holds half\.bin, latin1\.txt, tale\.txt"),
         ("nowhere/zzz", r"zzz does not exist, nor does its folder \(only .* does\)"),
         ("half", r"half\.bin exists but .*half\.idx does not"),
-        ("latin1.txt", r"latin1\.txt is not UTF-8 text: byte 3 is 0xe9"),
+        ("latin1.txt", r"latin1\.txt, line 1: not UTF-8 text: byte 3 is 0xe9"),
         ("void", r"void has no text: found no files"),
     ],
 )

@@ -166,9 +166,9 @@ def test_prepare_prints_the_tokens_around_documents(
     command = ["data", "prepare", str(path), "-o", str(tmp_path / "x"), "--tokenizer"]
     assert main([*command, str(tmp_path), "--eod="]) == 0
     assert "documents begin with <s> and end with no special token" in capsys.readouterr().out
-    assert main([*command, "bytes"]) == 0
+    assert main([*command, "bytes", "--force"]) == 0
     assert "documents begin" not in capsys.readouterr().out
-    assert main([*command, str(tmp_path), "--bos=<x>"]) == 2
+    assert main([*command, str(tmp_path), "--bos=<x>", "--force"]) == 2
     assert 'has no token "<x>"' in capsys.readouterr().err
 
 
