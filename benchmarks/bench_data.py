@@ -88,7 +88,8 @@ def bench_prepare(folder: Path, megabytes: int, rounds: int, workers: int) -> li
     tiny.write_text(json.dumps({"text": "one line"}) + "\n")
 
     def command(source: Path, prefix: Path) -> None:
-        line = [sys.executable, "-m", "megacore", "data", "prepare", str(source), "-o", str(prefix)]
+        line = [sys.executable, "-m", "megacore", "data", "prepare", str(source)]
+        line += ["-o", str(prefix), "--force"]
         line += ["--tokenizer", name, "--workers", str(workers)]
         subprocess.run(line, check=True, capture_output=True)
 

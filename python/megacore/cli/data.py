@@ -72,6 +72,12 @@ def _prepare(args: argparse.Namespace) -> None:
 
     output = _output(args)
     check_output(output, force=args.force)
+    for path in args.paths:
+        if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+            raise DataError(
+                f"the result {output} must not be inside of the input {path}, which would then "
+                "hold token files beside its text; choose another prefix"
+            )
     options = PrepareOptions(
         tokenizer=args.tokenizer or "bytes",
         field=args.field,

@@ -75,7 +75,7 @@ class DataConfig(Section):
         description="Field of JSON objects, or column of tables, with the text, or with the "
         "messages of a conversation, of which only answers are learned; several, joined by commas, "
         "for prompts and, last, answers: `prompt,completion`, `instruction,input,output`. A name "
-        "with dots leads through nested objects: `data.text`.",
+        "with dots leads through nested objects: `meta.text`.",
     )
     separator: str | None = Field(
         default=None,

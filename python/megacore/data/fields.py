@@ -107,6 +107,8 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
     Raises:
         ValueError: If there is no such field.
     """
+    if name in row:
+        return row[name]
     value: Any = row
     rest = name
     while isinstance(value, Mapping) and (head := column_of(rest, list(value))) is not None:

@@ -113,7 +113,7 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
 def is_compressed(path: Path) -> bool:
     """Return whether a file is compressed with gzip or zstd, by its contents."""
     with path.open("rb") as file:
-        return file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd"))
+        return _compression(file.read(4)) is not None
 
 
 def import_pyarrow(path: Path, what: str) -> Any:
@@ -133,16 +133,24 @@ def import_pyarrow(path: Path, what: str) -> Any:
 
 def _opened(path: Path) -> BinaryIO:
     file = path.open("rb")
-    start = file.read(4)
+    compression = _compression(file.read(4))
     file.seek(0)
-    if start.startswith(b"\x1f\x8b"):
-        file.close()
+    if compression is None:
+        return file
+    file.close()
+    if compression == "gzip":
         return cast(BinaryIO, io.BufferedReader(gzip.open(path, "rb"), 1 << 20))
-    if start == b"\x28\xb5\x2f\xfd":
-        file.close()
-        pyarrow = import_pyarrow(path, "compressed with zstd")
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 1 << 20)
-    return file
+    pyarrow = import_pyarrow(path, "compressed with zstd")
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 1 << 20)
+
+
+def _compression(start: bytes) -> Literal["gzip", "zstd"] | None:
+    """Return the compression of a file that begins with four bytes."""
+    if start.startswith(b"\x1f\x8b"):
+        return "gzip"
+    # A frame, or one that is skipped, with which files of pzstd begin.
+    is_skipped = start[1:] == b"\x2a\x4d\x18" and start[0] >> 4 == 5
+    return "zstd" if start == b"\x28\xb5\x2f\xfd" or is_skipped else None
 
 
 def describes_data(path: Path) -> str:

@@ -345,6 +345,8 @@ def _check_surrogates(text: str) -> None:
     Raises:
         ValueError: With the first of them.
     """
+    if text.isascii():  # takes no time
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -93,7 +93,9 @@ def test_zstd_is_read_and_the_missing_package_is_named(
 ) -> None:
     path = tmp_path / name
     half = LINES.encode()[:9], LINES.encode()[9:]
-    path.write_bytes(zstd(half[0]) + zstd(half[1]) if "lines" in name else zstd(FORMS["array"]))
+    skipped = b"\x50\x2a\x4d\x18\x04\0\0\0pzst"
+    frames = skipped + zstd(half[0]) + skipped + zstd(half[1])
+    path.write_bytes(frames if "lines" in name else zstd(FORMS["array"]))
     assert documents(path, tmp_path / "x") == TEXTS
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match=r"cannot read data file .*zst: "):
@@ -489,6 +491,10 @@ def test_nothing_foreign_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "z").mkdir()
     assert main([*arguments[:-1], str(tmp_path / "z"), "--force"]) == 2
     assert "is also the name of a folder" in capsys.readouterr().err
+    (tmp_path / "texts").mkdir()
+    inside = ["data", "prepare", str(tmp_path / "texts"), "-o", str(tmp_path / "texts" / "x")]
+    assert main(inside) == 2
+    assert "must not be inside of the input" in capsys.readouterr().err
     (tmp_path / "w.parts").mkdir()
     (tmp_path / "w.parts" / "mine").write_text("of somebody else")
     assert main([*arguments[:-1], str(tmp_path / "w")]) == 2
