@@ -67,7 +67,7 @@ def _prepare(args: argparse.Namespace) -> None:
     from megacore.data import load_tokenizer
     from megacore.data.files import find_files
     from megacore.data.frame import frame_of
-    from megacore.data.indexed import check_output
+    from megacore.data.merge import check_output
     from megacore.data.prepare import PrepareOptions, prepare
 
     output = _output(args)
@@ -143,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    from megacore.data.indexed import merge_indexed
+    from megacore.data.merge import merge_indexed
 
     output = _output(args)
     num_documents = merge_indexed(_prefixes(args), output, force=args.force)

@@ -192,7 +192,7 @@ def file_kind(path: Path, asked: FileKind | None) -> FileKind:
         broken = path.is_symlink() and not path.exists()
         raise RefusedError("a link to nothing" if broken else "not a regular file")
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
-        raise RefusedError("token files; give their prefix as a source of its own")
+        raise RefusedError("one of two token files; give their prefix as a source of its own")
     if path.suffix == ".mask" and path.with_suffix(".bin").is_file():
         raise RefusedError("the mask of token files")
     with open_data(path) as file:
@@ -224,6 +224,8 @@ def _kind_of_contents(
         if b"\0" in start and asked == "text":
             raise RefusedError("binary, not text")
         return asked
+    if asked is None and suffix in _HARMLESS_SUFFIXES:
+        raise RefusedError(_HARMLESS_SUFFIXES[suffix])
     if suffix in _JSON_SUFFIXES or asked == "json" or _JSON_START.match(_without_mark(start)):
         return _kind_of_json(_without_mark(start))
     if b"\0" in start:
@@ -232,8 +234,6 @@ def _kind_of_contents(
         raise RefusedError(f"{_TABLE_SUFFIXES[suffix]}; write JSON lines or parquet of it")
     if suffix in _TEXT_SUFFIXES or suffix in _PAGE_SUFFIXES:
         return "text"
-    if suffix in _HARMLESS_SUFFIXES:
-        raise RefusedError(_HARMLESS_SUFFIXES[suffix])
     if suffix == "" and _is_utf8(start):
         return "text"
     raise RefusedError('of an unknown kind; kind = "text" (--kind text) reads it as text')

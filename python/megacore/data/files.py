@@ -88,6 +88,8 @@ def find_files(source: Path, kind: FileKind | None = None) -> FoundFiles:
     if not source.is_dir():
         if source.exists():
             raise DataError(f"data source {source} is neither a regular file nor a folder")
+        if indexed_prefix(source) is not None:
+            raise DataError(f"{source} names token files, which are prepared already")
         raise DataError(missing_path("data source", source))
     kinds: dict[Path, FileKind] = {}
     left_out: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 from megacore.config import DataConfig
 from megacore.data import ByteTokenizer, load_data, load_tokenizer, read_indexed
 from megacore.data.chat import ChatTemplate
-from megacore.data.indexed import merge_indexed
+from megacore.data.merge import merge_indexed
 from megacore.data.prepare import PrepareOptions, prepare
 from megacore.errors import DataError
 from tests.support.chat import CHATML, CONVERSATIONS, MARKED, save_tokenizer

@@ -488,6 +488,9 @@ def test_nothing_foreign_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*merge, "--force"]) == 0
     assert main([*arguments, "--force"]) == 0
     assert (tmp_path / "x.bin").read_bytes() != before
+    # As after kill -9 between the renames of both files.
+    (tmp_path / "x.idx").rename(tmp_path / "x.idx.partial")
+    assert main(arguments) == 0
     (tmp_path / "z").mkdir()
     assert main([*arguments[:-1], str(tmp_path / "z"), "--force"]) == 2
     assert "is also the name of a folder" in capsys.readouterr().err
@@ -495,6 +498,8 @@ def test_nothing_foreign_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     inside = ["data", "prepare", str(tmp_path / "texts"), "-o", str(tmp_path / "texts" / "x")]
     assert main(inside) == 2
     assert "must not be inside of the input" in capsys.readouterr().err
+    assert main(["data", "prepare", str(tmp_path / "x"), "-o", str(tmp_path / "v")]) == 2
+    assert "names token files, which are prepared already" in capsys.readouterr().err
     (tmp_path / "w.parts").mkdir()
     (tmp_path / "w.parts" / "mine").write_text("of somebody else")
     assert main([*arguments[:-1], str(tmp_path / "w")]) == 2

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.data import read_indexed, write_indexed
-from megacore.data.indexed import HEADER, MAGIC, IndexWriter, indexed_prefix, merge_indexed
+from megacore.data.indexed import HEADER, MAGIC, IndexWriter, indexed_prefix
+from megacore.data.merge import merge_indexed
 from megacore.errors import DataError
 
 documents = st.lists(st.lists(st.integers(0, 99), max_size=8), max_size=6)

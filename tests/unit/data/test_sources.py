@@ -65,7 +65,7 @@ def test_a_folder_is_read_in_name_order_and_names_what_it_leaves_out(tmp_path: P
     assert source.num_documents == 2
     assert source.notes == (
         f"{tmp_path}: left out: .git (hidden), .hidden (hidden), empty.txt (empty), "
-        "picture.png (binary, not text)",
+        "picture.png (a picture)",
     )
     (tmp_path / "nul.txt").write_bytes(b"a\0b")
     with pytest.raises(DataError, match=r"cannot be read: nul\.txt \(binary, not text\); move"):
