@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,3 +187,18 @@ def test_entropy_of_the_python_docs_is_the_known_value() -> None:
     tokens = load_tokens("python-docs", ByteTokenizer()).tokens
     # 3.26 nats per byte; the text differs a little between Python versions.
     assert unigram_entropy(tokens) == pytest.approx(3.26, abs=0.05)
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]], ids=["no documents", "empty documents"])
+@pytest.mark.parametrize(
+    "choice", [{}, {"packing": "best_fit"}, {"order": "megatron"}], ids=["stream", "packed", "mega"]
+)
+def test_token_files_without_tokens_are_one_sentence(
+    documents: list[list[int]], choice: dict[str, Any], tmp_path: Path
+) -> None:
+    write_indexed(tmp_path / "x", documents, vocab_size=256)
+    config = DataConfig(
+        source=str(tmp_path / "x"), document_mask=True, cache=str(tmp_path / "c"), **choice
+    )
+    with pytest.raises(DataError, match=r"has 0 tokens|0 tokens are too few"):
+        load_data(config, seq_length=4, seed=0)
