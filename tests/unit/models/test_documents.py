@@ -202,3 +202,21 @@ def test_the_kernel_of_all_pieces_gets_their_borders(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(attend(q, k, v, **arguments), expected)
     borders = [0, 3, 4, 11, 16, 32, 40, 48]
     assert calls == [(borders, borders, 16, 16, (-1, 0))]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [([0, 3], [0, 3]), ([1, 2], [3, 0])])
+def test_a_piece_without_tokens_is_an_error(queries: list[int], keys: list[int]) -> None:
+    x = torch.zeros(3, 2, 4)
+    with pytest.raises(ValueError, match="pieces of documents must have at least 1 token, got"):
+        context_parallel._attend_pieces(
+            x,
+            x,
+            x,
+            queries,
+            keys,
+            grouped=False,
+            masks=Masks(),
+            rule=ScoreRule(),
+            sinks=None,
+            whole=3,
+        )
