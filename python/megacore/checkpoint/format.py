@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from megacore.checkpoint.checked_files import ADVICE, FileSum, check_size
 from megacore.errors import CheckpointError
 
 FORMAT = "megacore-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Version 2 has no state of control and data.
+_READABLE_VERSIONS = (2, FORMAT_VERSION)
 INDEX_NAME = "index.json"
 METADATA_NAME = ".metadata"
 LATEST_NAME = "latest"
@@ -39,11 +41,17 @@ class TrainState:
         step: Finished steps, including skipped updates; the number of the next step, from 0.
         samples: Samples consumed.
         optimizer: Scalars of the optimizer, see `DistributedOptimizer.scalars`.
+        control: History of losses and skipped updates that decisions depend on, as JSON values.
+        data: Sizes of the order of samples, and content of the sources, as JSON values.
+        callbacks: States of callbacks by name in ``train.callbacks``, as JSON values.
     """
 
     step: int
     samples: int
     optimizer: Mapping[str, float | int]
+    control: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +125,10 @@ def read_index(folder: Path) -> CheckpointIndex:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not describe a checkpoint of megacore")
     version = data.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in _READABLE_VERSIONS:
         raise CheckpointError(
-            f"{path} has format version {version}, this megacore reads version {FORMAT_VERSION}; "
-            f"load it with the megacore that wrote it"
+            f"{path} has format version {version}, this megacore reads versions "
+            f"{' and '.join(map(str, _READABLE_VERSIONS))}; load it with the megacore that wrote it"
         )
     if not _is_intact(text, data):
         raise CheckpointError(

@@ -7,23 +7,19 @@ A run that starts from scratch never overwrites the results of another run. Thos
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import fcntl
-import filecmp
-import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from megacore.checkpoint.agreement import on_rank_0
-from megacore.checkpoint.format import LATEST_NAME, read_index, step_folders
-from megacore.checkpoint.model_files import copy_kept_files, with_tokenizer_beside
-from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
+from megacore.checkpoint.changes import is_same_run
+from megacore.checkpoint.format import LATEST_NAME, step_folders
+from megacore.checkpoint.model_files import copy_kept_files
 from megacore.config import ResolvedConfig
-from megacore.config.renamed import translate_deprecated
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import describe_os_error
 from megacore.parallel.process_groups import ProcessGroups
@@ -33,10 +29,6 @@ PREVIOUS = "previous-"
 # Results prove that a run has made progress; its settings and tracebacks are moved with them.
 _RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "trace.json", "report.html")
 _COMPANIONS = ("config.toml", "rank_*.err", "tensorboard", "wandb", "profile")
-# Settings that affect the computation, in addition to those of the model and the data.
-_TRAIN_KEYS = ("seed", "global_batch_size")
-# Used once, at the start of a fresh run.
-_START_KEYS = frozenset({"init_std"})
 
 
 # ---- the lock ------------------------------------------------------------------------------------
@@ -115,14 +107,14 @@ def choose_resume(config: ResolvedConfig, groups: ProcessGroups, *, restarts: in
     if config.checkpoint.resume is not None or restarts == 0:
         return config.checkpoint.resume
 
-    def is_same_run() -> bool:
+    def has_same_run() -> bool:
         folders = step_folders(_checkpoint_dir(config))
         for _, folder in reversed(folders):
             with contextlib.suppress(CheckpointError):
-                return not changed_settings(folder, config)
+                return is_same_run(folder, config)
         return bool(folders)  # all are damaged, which is reported
 
-    return "auto" if on_rank_0(is_same_run, groups) else None
+    return "auto" if on_rank_0(has_same_run, groups) else None
 
 
 # ---- results of an earlier run -------------------------------------------------------------------
@@ -213,53 +205,6 @@ def _free_name(homes: Sequence[Path]) -> str:
 
 def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
-
-
-# ---- settings that changed -----------------------------------------------------------------------
-
-
-def changed_settings(found: Path, config: ResolvedConfig) -> tuple[str, ...]:
-    """List notes on settings that affect the computation and differ from the checkpoint.
-
-    Args:
-        found: The checkpoint that this run continues from.
-        config: Resolved configuration of this run.
-    """
-    ours = json.loads(config.model_dump_json())
-    theirs = copy.deepcopy(dict(read_index(found).config))
-    translate_deprecated(theirs, {})
-    if _has_tokenizer_of(found, config):
-        theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
-    return compare_settings(theirs, ours)
-
-
-def _has_tokenizer_of(found: Path, config: ResolvedConfig) -> bool:
-    """Check if the tokenizer beside a checkpoint has the content of the configured one."""
-    beside = tokenizer_files(with_tokenizer_beside(config, found).data.tokenizer)
-    mine = tokenizer_files(config.data.tokenizer)
-    if TOKENIZER_NAME not in beside or TOKENIZER_NAME not in mine:
-        return False
-    return filecmp.cmp(beside[TOKENIZER_NAME], mine[TOKENIZER_NAME], shallow=False)
-
-
-def compare_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:
-    """List the notes of `changed_settings` from plain values.
-
-    Example:
-        >>> compare_settings({"train": {"seed": 1, "steps": 9}}, {"train": {"seed": 2, "steps": 8}})
-        ('train.seed is 2 now and was 1 in the checkpoint: the run goes on with 2',)
-    """
-    notes = []
-    for section in ("model", "moe", "data", "train"):
-        before, now = theirs.get(section, {}), ours.get(section, {})
-        for key in sorted(set(before) & set(now)):
-            matters = key in _TRAIN_KEYS if section == "train" else key not in _START_KEYS
-            if matters and before[key] != now[key]:
-                notes.append(
-                    f"{section}.{key} is {now[key]} now and was {before[key]} in the checkpoint: "
-                    f"the run goes on with {now[key]}"
-                )
-    return tuple(notes)
 
 
 def _run_dir(config: ResolvedConfig) -> Path:

@@ -86,6 +86,10 @@ class OptimizerConfig(Section):
         """True if gradients have the number format of the parameters."""
         return self.grad_dtype != "float32"
 
+    def default_decay_steps(self, steps: int) -> int:
+        """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""
+        return {"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[self.schedule]
+
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:
         if self.min_lr is not None and self.min_lr > self.lr:

@@ -147,9 +147,7 @@ def _fill(
             resolved.ResolvedOptimizerConfig,
             config.optimizer,
             min_lr=config.optimizer.lr / 10,
-            decay_steps={"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[
-                config.optimizer.schedule
-            ],
+            decay_steps=config.optimizer.default_decay_steps(steps),
         ),
         "checkpoint": _filling(
             resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run.dir}/checkpoints"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,6 +63,8 @@ class TrainingData:
             loss below it proves that the model uses context.
         default_normalization: Default of ``train.loss_normalization``.
         notes: Sentences about the tokens for the start of a run.
+        order_sizes: Samples that Megatron's order was built for, of ``"train"`` and
+            ``"validation"``; empty for the other orders.
     """
 
     sources: Mapping[str, TokenSource]
@@ -73,6 +75,7 @@ class TrainingData:
     unigram_entropy: float
     default_normalization: Literal["microbatch", "token"] = "microbatch"
     notes: tuple[str, ...] = ()
+    order_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_data(
@@ -84,6 +87,8 @@ def load_data(
     need_validation: bool = False,
     num_samples: int = 1,
     num_validation_samples: int = 1,
+    num_read: int = 0,
+    num_validation_read: int = 0,
     progress: Progress | None = None,
 ) -> TrainingData:
     """Open, tokenize and split the sources of the ``[data]`` section.
@@ -98,8 +103,11 @@ def load_data(
         vocab_size: Size of the vocabulary. Default: that of the tokenizer.
         need_validation: Raise an error, instead of leaving it out, for a validation set too short
             for one sample.
-        num_samples: Training samples of the whole run, which Megatron's order depends on.
-        num_validation_samples: Validation samples of the whole run, likewise.
+        num_samples: Training samples that Megatron's order is built for: those of the whole run.
+        num_validation_samples: Validation samples, likewise.
+        num_read: Training samples of a run that has changed since; Megatron's order continues
+            after its end.
+        num_validation_read: Validation samples, likewise.
         progress: Shows the preparation of a source, see :func:`~megacore.data.prepare.prepare`.
 
     Raises:
@@ -120,9 +128,13 @@ def load_data(
         seed=seed,
         vocab_size=size,
     )
+    order_sizes: dict[str, int] = {}
     if config.order == "megatron":
-        train = make.megatron_train(num_samples)
-        validation = make.megatron_validation(num_validation_samples, needed=need_validation)
+        order_sizes = {"train": num_samples, "validation": num_validation_samples}
+        train = make.megatron_train(num_samples, num_read)
+        validation = make.megatron_validation(
+            num_validation_samples, num_validation_read, needed=need_validation
+        )
     else:
         train = make.train()
         validation = make.validation(needed=need_validation)
@@ -143,25 +155,56 @@ def load_data(
         unigram_entropy=unigram_entropy(first.tokens),
         default_normalization="token" if ignores_tokens else "microbatch",
         notes=_notes((*sources.values(), *held_out.values())),
+        order_sizes=order_sizes,
     )
 
 
-def load_run_data(config: ResolvedConfig, *, progress: Progress | None = None) -> TrainingData:
-    """Load the data of a run from its resolved configuration; see :func:`load_data`."""
+def load_run_data(
+    config: ResolvedConfig,
+    *,
+    order_sizes: Mapping[str, int] | None = None,
+    num_read: int = 0,
+    progress: Progress | None = None,
+) -> TrainingData:
+    """Load the data of a run from its resolved configuration; see :func:`load_data`.
+
+    Args:
+        config: Resolved configuration.
+        order_sizes: ``TrainingData.order_sizes`` of the run that this one continues; default: those
+            of the configuration.
+        num_read: Training samples that the run reads from its first step to its last.
+        progress: Shows the preparation of a source.
+
+    Raises:
+        DataError: As `load_data`.
+    """
     if config.data.factory is not None:
         return _own_data(config)
-    train = config.train
-    validations = train.steps // train.eval_interval + 1 if train.eval_interval else 1
+    train, sizes = config.train, run_order_sizes(dict(config.train)) | dict(order_sizes or {})
     return load_data(
         config.data,
         seq_length=config.model.seq_length,
         seed=train.seed,
         vocab_size=config.model.vocab_size,
         need_validation=train.eval_interval > 0,
-        num_samples=train.steps * train.global_batch_size,
-        num_validation_samples=validations * train.eval_steps * train.global_batch_size,
+        num_samples=sizes["train"],
+        num_validation_samples=sizes["validation"],
+        num_read=num_read,
+        num_validation_read=train.eval_steps * train.global_batch_size,
         progress=progress,
     )
+
+
+def run_order_sizes(train: Mapping[str, Any]) -> dict[str, int]:
+    """Return the samples of a whole run from the plain values of its ``[train]`` section."""
+    steps, interval, batch_size = (
+        train[key] for key in ("steps", "eval_interval", "global_batch_size")
+    )
+    validations = steps // interval + 1 if interval else 1
+    return {
+        "train": steps * batch_size,
+        "validation": validations * train["eval_steps"] * batch_size,
+    }
 
 
 def _own_data(config: ResolvedConfig) -> TrainingData:
@@ -341,16 +384,20 @@ class _Maker:
             )
         return sets
 
-    def megatron_train(self, num_samples: int) -> Samples:
+    def megatron_train(self, num_samples: int, num_read: int) -> Samples:
         """Return the training samples in Megatron's order."""
         weights = _weights(self.config.sources)
-        return self._megatron(self._parts(0), weights, num_samples, name="the training data")
+        name = "the training data"
+        return self._megatron(self._parts(0), weights, num_samples, num_read, name=name)
 
-    def megatron_validation(self, num_samples: int, *, needed: bool) -> dict[str, Samples]:
+    def megatron_validation(
+        self, num_samples: int, num_read: int, *, needed: bool
+    ) -> dict[str, Samples]:
         """Return the validation sets in Megatron's order: the blend of the split, or each."""
+        sizes = num_samples, num_read
         if self.held_out:
             return {
-                label: self._megatron({label: _whole(source)}, {}, num_samples, name=label)
+                label: self._megatron({label: _whole(source)}, {}, *sizes, name=label)
                 for label, source in self.held_out.items()
             }
         parts = self._parts(1)
@@ -358,7 +405,7 @@ class _Maker:
             return {}
         weights = _weights(self.config.sources)
         name = "validation"
-        return {name: self._megatron(parts, weights, num_samples, name=name)}
+        return {name: self._megatron(parts, weights, *sizes, name=name)}
 
     def _parts(self, part: int) -> dict[str, tuple[IndexedTokens, int, int]]:
         parts = {}
@@ -374,6 +421,7 @@ class _Maker:
         parts: Mapping[str, tuple[IndexedTokens, int, int]],
         weights: Mapping[str, float],
         num_samples: int,
+        num_read: int,
         *,
         name: str,
     ) -> Samples:
@@ -382,6 +430,7 @@ class _Maker:
             labels=list(parts),
             weights=[weights[label] for label in parts] if weights else None,
             num_samples=num_samples,
+            num_read=num_read,
             seq_length=self.seq_length,
             seed=self.seed,
             vocab_size=self.vocab_size,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ def split_borders(split: str, num_sequences: int) -> list[tuple[int, int]]:
 class MegatronDataset:
     """Samples of one split of an indexed dataset, in the order of ``GPTDataset``.
 
+    The order has a last sample. A run that reads more continues with :meth:`extend`.
+
     Args:
         indexed: The dataset.
         begin: First sequence of the split.
@@ -187,11 +190,32 @@ class MegatronDataset:
         self._indexed = indexed
         self._seq_length = seq_length
         self._num_tokens = int(indexed.lengths[begin:end].sum(dtype=np.int64))
+        self._split = begin, end
+        self._seed = seed
+        self._cache = cache
+        # One after the other; where each ends, in samples.
+        self._indices = [self._build(num_samples, seed)]
+        self._ends = [len(self._indices[0].shuffle)]
+
+    def extend(self, num_samples: int) -> None:
+        """Continue after the last sample until there are ``num_samples``, if there are fewer.
+
+        The order ends with an epoch. Further epochs are shuffled one by one, with seeds of their
+        own, so they do not depend on the number of samples.
+        """
+        while len(self) < num_samples:
+            seed = (self._seed + len(self._indices)) % (1 << 32)
+            self._indices.append(self._build(None, seed))
+            self._ends.append(len(self) + len(self._indices[-1].shuffle))
+
+    def _build(self, num_samples: int | None, seed: int) -> SampleIndex:
+        """Map the indices for a number of samples, or one epoch, after building them if needed."""
+        indexed, (begin, end) = self._indexed, self._split
         facts = {
             "index": file_facts(indexed.prefix.with_name(indexed.prefix.name + ".idx")),
             "split": [begin, end],
             "num_samples": num_samples,
-            "seq_length": seq_length,
+            "seq_length": self._seq_length,
             "seed": seed,
         }
 
@@ -202,7 +226,7 @@ class MegatronDataset:
                     begin=begin,
                     end=end,
                     num_samples=num_samples,
-                    seq_length=seq_length,
+                    seq_length=self._seq_length,
                     seed=seed,
                 )
             except ValueError as error:
@@ -213,8 +237,8 @@ class MegatronDataset:
             for name in SampleIndex.__dataclass_fields__:
                 np.save(folder / f"{name}.npy", getattr(index, name))
 
-        folder = built_once(cache, "samples", facts, build)
-        self._index = SampleIndex(
+        folder = built_once(self._cache, "samples", facts, build)
+        return SampleIndex(
             **{
                 name: np.load(folder / f"{name}.npy", mmap_mode="r")
                 for name in SampleIndex.__dataclass_fields__
@@ -222,7 +246,7 @@ class MegatronDataset:
         )
 
     def __len__(self) -> int:
-        return len(self._index.shuffle)
+        return self._ends[-1]
 
     @property
     def seq_length(self) -> int:
@@ -241,14 +265,17 @@ class MegatronDataset:
             DataError: If a token is not in the vocabulary, or ``number`` is past the end.
         """
         check_not_ended(self.name, number, len(self))
-        ends = self._index.ends
-        self._indexed.note_read(ends, self._index.documents, self._index.shuffle)
-        start = int(self._index.shuffle[number]) * self._seq_length
+        which = bisect_right(self._ends, number)
+        index = self._indices[which]
+        ends = index.ends
+        self._indexed.note_read(ends, index.documents, index.shuffle)
+        inside = number - (self._ends[which - 1] if which > 0 else 0)
+        start = int(index.shuffle[inside]) * self._seq_length
         stop = start + self._seq_length + 1
         at = int(np.searchsorted(ends, start, side="right")) - 1
         parts, masks, starts, position = [], [], [], start
         while position < stop:
-            sequence, first = int(self._index.documents[at]), int(ends[at])
+            sequence, first = int(index.documents[at]), int(ends[at])
             tokens = self._indexed.sequence(sequence, position - first, stop - first)
             if position == first and len(tokens) > 0:
                 starts.append(position - start)
@@ -278,8 +305,10 @@ class MegatronDataset:
 class MegatronBlend:
     """Samples of several datasets in the order of ``BlendedDataset``.
 
+    The dataset of a sample does not depend on the size of the blend.
+
     Args:
-        datasets: The datasets.
+        datasets: The datasets; extended to the samples of the blend.
         weights: Shares, normalized once more.
         size: Samples of the blend.
         cache: Folder of the index.
@@ -312,10 +341,13 @@ class MegatronBlend:
             which, samples = build_blend_index(shares, size)
             np.save(folder / "datasets.npy", which)
             np.save(folder / "samples.npy", samples)
+            np.save(folder / "counts.npy", np.bincount(which, minlength=len(shares)))
 
         folder = built_once(cache, "blend", {"weights": shares, "size": size}, build)
         self._datasets = np.load(folder / "datasets.npy", mmap_mode="r")
         self._samples = np.load(folder / "samples.npy", mmap_mode="r")
+        for dataset, count in zip(self.datasets, np.load(folder / "counts.npy"), strict=True):
+            dataset.extend(int(count))
 
     def __len__(self) -> int:
         return len(self._datasets)
@@ -371,6 +403,7 @@ def megatron_samples(
     vocab_size: int,
     cache: Path,
     name: str,
+    num_read: int = 0,
     alone: bool = False,
     document_mask: bool = False,
 ) -> MegatronDataset | MegatronBlend:
@@ -380,12 +413,14 @@ def megatron_samples(
         parts: Dataset, first and one after the last sequence of the split, per source.
         labels: Names of the sources.
         weights: Weights of the sources; ``None`` takes one epoch of each.
-        num_samples: Samples that the run needs of the split.
+        num_samples: Samples that the order is built for: those that the run needed of the split
+            when it started.
         seq_length: Number of predicted tokens per sample.
         seed: Seed of all shuffles.
         vocab_size: Every token read must be in ``[0, vocab_size)``.
         cache: Folder of the indices.
         name: Name of the blend in messages.
+        num_read: Samples that the run needs now. The order continues after its end.
         alone: Ignore the weight of a single source, as Megatron does for paths per split.
         document_mask: No sequence predicts the first token of the next one.
     """
@@ -406,15 +441,18 @@ def megatron_samples(
         )
 
     if len(parts) == 1 and (weights is None or alone):
-        return dataset(0, num_samples)
+        only = dataset(0, num_samples)
+        only.extend(num_read)
+        return only
     if weights is None:
         datasets = [dataset(index, None) for index in range(len(parts))]
         sizes = [len(one) for one in datasets]
-        size = min(num_samples, sum(sizes))
+        size = min(max(num_samples, num_read), sum(sizes))
         return MegatronBlend(datasets, sizes, size=size, cache=cache, name=name)
     shares = normalized(weights)
     targets = [math.ceil(num_samples * share) for share in shares]
     datasets = [
         dataset(index, math.ceil(target * (1 + SURPLUS))) for index, target in enumerate(targets)
     ]
-    return MegatronBlend(datasets, shares, size=sum(targets), cache=cache, name=name)
+    size = max(sum(targets), num_read)
+    return MegatronBlend(datasets, shares, size=size, cache=cache, name=name)

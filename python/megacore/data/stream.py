@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,9 @@ from megacore.data.indexed import IndexedTokens, out_of_range
 from megacore.data.sample import Window
 from megacore.data.tokenizer import TokenArray, Tokenizer
 from megacore.errors import DataError
+
+# Tokens at both ends of a source that identify its content.
+CHECKED_ENDS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,15 @@ class TokenSource:
     def num_documents(self) -> int:
         """Number of documents that the stream is joined from."""
         return len(self.document_starts)
+
+    def facts(self) -> list[int]:
+        """Return the number of tokens and a checksum of the first and last ones.
+
+        A run that continues compares them, because the order of samples depends on them.
+        """
+        ends = (self.tokens[:CHECKED_ENDS], self.tokens[-CHECKED_ENDS:])
+        content = b"".join(np.asarray(part, dtype=np.int64).tobytes() for part in ends)
+        return [self.num_tokens, zlib.crc32(content)]
 
     def range(self, begin: int = 0, end: int | None = None) -> TokenRange:
         """Return the tokens ``[begin, end)``, for one part of a split."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from megacore.config import ResolvedConfig
 from megacore.config.objects import call_object, import_object
@@ -34,6 +34,13 @@ class Callback(Protocol):
 
     def on_end(self) -> None:
         """End: the last step is done, or the run stops early."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint as JSON values; that of rank 0 is saved. Optional."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state of a checkpoint, on every rank, before `on_start`. Optional."""
 
 
 def make_callbacks(config: ResolvedConfig) -> list[Callback]:

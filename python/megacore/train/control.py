@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megacore.config import ResolvedConfig, duration_s
 from megacore.errors import DivergedError
@@ -86,6 +88,25 @@ class RunControl:
         now = time.monotonic()
         due = now >= self._saved_at + self._save_interval_s
         return (float(number > 0), float(number), float(now >= self._stop_at), float(due))
+
+    def state(self) -> dict[str, Any]:
+        """Return the history that decisions depend on, for a checkpoint; equal on every rank."""
+        return {"losses": list(self._losses), "num_skipped_in_row": self._num_skipped_in_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the history of :meth:`state`; an empty one changes nothing.
+
+        Raises:
+            ValueError: If it is not such a history.
+        """
+        losses, num_skipped = state.get("losses", ()), state.get("num_skipped_in_row", 0)
+        if not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+            raise ValueError(f"losses must be finite numbers, got {losses}")
+        if not isinstance(num_skipped, int) or num_skipped < 0:
+            raise ValueError(f"num_skipped_in_row must be at least 0, got {num_skipped}")
+        self._num_skipped_in_row = num_skipped
+        for loss in losses:
+            self._keep(loss)
 
     def note_saved(self) -> None:
         """Restart the clock of checkpoints by time."""

@@ -18,7 +18,6 @@ from megacore.checkpoint import (
     TrainState,
     check_checkpoint_folder,
     find_checkpoint,
-    load_checkpoint,
 )
 from megacore.checkpoint.model_files import (
     FOLDER_NAME,
@@ -26,13 +25,7 @@ from megacore.checkpoint.model_files import (
     files_of_run,
     keep_files,
 )
-from megacore.checkpoint.run_folder import (
-    changed_settings,
-    choose_resume,
-    hold_folders,
-    is_inside,
-    make_place,
-)
+from megacore.checkpoint.run_folder import choose_resume, hold_folders, is_inside, make_place
 from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
 from megacore.errors import CheckpointError, DiskFullError, DivergedError
@@ -49,6 +42,7 @@ from megacore.train.initial_weights import load_initial_weights
 from megacore.train.metrics import StepRecord
 from megacore.train.profiling import StepProfiler
 from megacore.train.results import run_info, write_results
+from megacore.train.resume import resume_run, run_state
 from megacore.train.step import StepMetrics
 from megacore.train.trainer import Trainer, build_trainer
 from megacore.train.watch import RunWatch
@@ -71,7 +65,8 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         Exit code: 0, or 75 (0 under torchrun) if the run stopped early and has saved its state.
 
     Raises:
-        MegacoreError: For every error that a user can fix.
+        MegacoreError: For every error that a user can fix; also if the last checkpoint could not be
+            saved, with ``checkpoint.on_failure = "continue"``.
     """
     started = time.monotonic()
     check_writers(config)
@@ -85,13 +80,19 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         notes = () if saver is None else _check_room_to_save(trainer, saver)
         resume = choose_resume(config, trainer.groups, restarts=context.restarts)
         found = find_checkpoint(resume, config.checkpoint.dir, groups=trainer.groups)
-        start = _resume(trainer, found)
+        trainer, start, resumed = resume_run(trainer, found, control, callbacks)
         if found.path is None and config.checkpoint.load_weights is not None:
             notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = make_place(config, found.path, trainer.groups)
         run = _Run(
-            trainer, found, saver, control, start=start, notes=moved + notes, callbacks=callbacks
+            trainer,
+            found,
+            saver,
+            control,
+            start=start,
+            notes=moved + notes + resumed,
+            callbacks=callbacks,
         )
         try:
             stopped = run.loop()
@@ -100,6 +101,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             run.close(failed=True)
             raise
         run.close(failed=False)
+        run.check_saved()
         if context.rank == 0 and stopped is not None:
             # For scripts: torchrun exits with 0 or 1, whatever the ranks exit with.
             (Path(config.run.dir) / STOPPED_NAME).write_text(f"{stopped}\n")
@@ -109,26 +111,6 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         return 128 + (context.stop.signal or signal.SIGTERM)
     # torchrun takes any other code for a failure, and restarts the ranks.
     return 0 if context.launched_by == "torchrun" else STOPPED_EARLY
-
-
-def _resume(trainer: Trainer, found: FoundCheckpoint) -> TrainState:
-    """Load the found checkpoint, if any, and return the training state."""
-    if found.path is None:
-        return TrainState(step=0, samples=0, optimizer={})
-    optimizer = trainer.optimizer
-    state = load_checkpoint(
-        found.path,
-        trainer.pieces(),
-        groups=trainer.groups,
-        config=trainer.config.model_dump(),
-        verified=found.verified,
-    )
-    try:
-        optimizer.load_scalars(state.optimizer)
-    except ValueError as error:
-        raise CheckpointError(f"checkpoint {found.path}: {error}") from error
-    optimizer.finish_load(optimizer.step_count)
-    return state
 
 
 def _make_saver(trainer: Trainer) -> CheckpointSaver:
@@ -187,6 +169,7 @@ class _Run:
         self._is_main = trainer.groups.rank == 0
         self._dir = Path(config.run.dir)
         self._is_due_to_save = False
+        self._save_failure: str | None = None  # of the newest save
         self._validation_loss: float | None = None
         self._last: StepRecord | None = None
         self._tokens = self._seconds = 0.0
@@ -216,12 +199,11 @@ class _Run:
             (self._dir / STOPPED_NAME).unlink(missing_ok=True)
             self._write_config(config)
             self._writers = RunWriters(config, first_step=first_step, guard=self._files)
-            changed = changed_settings(found.path, config) if found.path is not None else ()
             self._console.start(
                 self._info(wall_time_s=None),
                 layout=trainer.layout_text(),
                 folder=self._dir,
-                notes=config.notes + trainer.data.notes + found.skipped + notes + changed,
+                notes=config.notes + trainer.data.notes + found.skipped + notes,
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:
@@ -262,8 +244,8 @@ class _Run:
                 callback.on_step(record)
             for note in verdict.notes:
                 self._console.note(note)
-            if self._saver is not None:
-                self._note_failure(self._saver.poll())
+            if self._saver is not None and (failure := self._saver.poll()) is not None:
+                self._note_failure(failure)
             self._remove_old(metrics)
             self._next_step = step + 1
             self._is_due_to_save |= verdict.save or _is_due(
@@ -282,7 +264,8 @@ class _Run:
         if self._saver is not None:
             if self._saved_step < self._next_step:
                 self._save()
-            self._note_failure(self._saver.finish())
+            if (failure := self._saver.finish()) is not None:
+                self._note_failure(failure)
             if self._last is not None and math.isfinite(self._last.loss):
                 self._saver.remove_old(self._saved_step)
         for callback in self._callbacks:
@@ -309,6 +292,18 @@ class _Run:
             self._console.finish(self._summary(self._last, wall_time_s, files))
         # Other ranks must not exit before rank 0 has written the report.
         barrier(self._trainer.groups.world)
+
+    def check_saved(self) -> None:
+        """Check that the newest save succeeded, after the end of a run that tolerates failures.
+
+        Raises:
+            CheckpointError: On every rank, so that the run does not end with exit code 0.
+        """
+        if self._save_failure is not None:
+            raise CheckpointError(
+                f"the run has ended after step {self._next_step:,}, but its last checkpoint was "
+                f"not saved: {self._save_failure}"
+            )
 
     def _train(self, step: int) -> tuple[StepMetrics, Verdict]:
         """Run one step and decide with all ranks how to continue.
@@ -417,15 +412,19 @@ class _Run:
         assert self._saver is not None  # an interval of -1 saves nothing
         step = self._saved_step = self._next_step
         self._is_due_to_save = False
-        optimizer = self._trainer.optimizer
-        optimizer.finish_param_gather()
-        state = TrainState(
+        self._trainer.optimizer.finish_param_gather()
+        state = run_state(
+            self._trainer,
+            self._control,
+            self._callbacks,
             step=step,
             samples=self._samples_after(step),
-            optimizer=optimizer.scalars(),
         )
         # The former checkpoint may be the last good one, if this update made the weights useless.
-        self._note_failure(self._saver.save(state, keep_all=True))
+        failure = self._saver.save(state, keep_all=True)
+        self._note_failure(failure)
+        if self._config.checkpoint.in_background:
+            self._save_failure = None  # it was that of the former save
         self._control.note_saved()
 
     def _remove_old(self, metrics: StepMetrics) -> None:
@@ -442,6 +441,8 @@ class _Run:
             self._console.note(text)
 
     def _note_failure(self, why: str | None) -> None:
+        """Note the result of a save: an error message, or ``None``."""
+        self._save_failure = why
         if why is not None:
             self._console.note(f"a checkpoint was not saved: {why}")
 

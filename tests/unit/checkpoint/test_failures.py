@@ -137,12 +137,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"index\.json does not list \.metadata",
     ),
     "newer format": (
-        _edit_index(lambda data: data.update(format_version=3)),
-        r"has format version 3, this megacore reads version 2",
+        _edit_index(lambda data: data.update(format_version=4)),
+        r"has format version 4, this megacore reads versions 2 and 3",
     ),
     "older format": (
         _become_version_1,
-        r"has format version 1, this megacore reads version 2; load it with the megacore that",
+        r"has format version 1, this megacore reads versions 2 and 3; load it with the megacore that",
     ),
     "foreign index": (
         _edit_index(lambda data: data.pop("format")),

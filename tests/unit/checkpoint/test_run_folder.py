@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megacore.checkpoint.run_folder import compare_settings, hold_folders, make_place
+from megacore.checkpoint.changes import compare_settings
+from megacore.checkpoint.run_folder import hold_folders, make_place
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.parallel.process_groups import ProcessGroups
@@ -235,3 +237,53 @@ def test_changed_settings_are_named_where_they_matter() -> None:
     names = [note.split(" ")[0] for note in compare_settings(theirs, ours)]
     assert names == ["model.rope_base", "data.source", "train.global_batch_size", "train.seed"]
     assert compare_settings(ours, ours) == ()
+
+
+RATE: dict[str, Any] = {"min_lr": 3e-4, "warmup_steps": 0, "schedule": "cosine", "decay_steps": 36}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ({}, {}, []),
+        (
+            {},
+            {"steps": 44, "decay_steps": 44},
+            ["learning rate 3.05e-4 -> 5.14e-4 at step 37: train.steps 36 -> 44"],
+        ),
+        # The curve is set, so another length of the run changes nothing.
+        ({"decay_steps": 50}, {"decay_steps": 50, "steps": 44}, []),
+        (
+            {"schedule": "constant", "decay_steps": 0},
+            {"schedule": "wsd", "decay_steps": 9, "steps": 90},
+            [
+                "learning rate as before at step 37, but not later: train.steps 36 -> 90, "
+                "optimizer.schedule constant -> wsd, optimizer.decay_steps not set -> 9"
+            ],
+        ),
+        ({}, {"beta1": 0.8}, ["optimizer.beta1 0.9 -> 0.8 since the checkpoint"]),
+        ({}, {"overlap": "all"}, []),
+        ({}, {"weight_decay": 0.0}, ["optimizer.weight_decay 0.1 -> 0 since the checkpoint"]),
+    ],
+)
+def test_changes_of_the_optimizer_are_noted_with_the_jump_they_cause(
+    theirs: dict[str, Any], ours: dict[str, Any], expected: list[str]
+) -> None:
+    def sections(changes: dict[str, Any]) -> dict[str, Any]:
+        others = {"lr": 3e-3, "beta1": 0.9, "weight_decay": 0.1, "overlap": "none"}
+        values = {"steps": 36, **RATE, **others, **changes}
+        return {"train": {"steps": values.pop("steps")}, "optimizer": values}
+
+    assert list(compare_settings(sections(theirs), sections(ours), step=36)) == expected
+
+
+def test_a_table_is_noted_by_its_settings_and_a_long_value_by_its_name() -> None:
+    theirs = {"moe": {"echo": {"num_spare_slots": 2, "tolerance": 0.01}}, "data": {"source": "a"}}
+    ours = {
+        "moe": {"echo": {"num_spare_slots": 0, "tolerance": 0.01}},
+        "data": {"source": "b" * 90},
+    }
+    assert compare_settings(theirs, ours) == (
+        "moe.echo.num_spare_slots 2 -> 0 since the checkpoint",
+        "data.source has changed since the checkpoint",
+    )

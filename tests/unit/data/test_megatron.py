@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +111,25 @@ def test_golden_blends(weights: list[float], golden: str) -> None:
     assert "".join(map(str, which)) == golden
     for dataset in range(len(weights)):
         assert samples[which == dataset].tolist() == list(range(golden.count(str(dataset))))
+
+
+@pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
+def test_an_order_goes_on_after_its_end_with_whole_epochs(
+    corpora: Path, tmp_path: Path, weights: list[float] | None
+) -> None:
+    names = ["a"] if weights is None else ["a", "b"]
+    sources = _sources(corpora, names, weights)
+    config = DataConfig(sources=sources, split="1,0", order="megatron", cache=str(tmp_path))
+    arguments: dict[str, Any] = {"seq_length": 8, "seed": 1, "vocab_size": VOCAB}
+    first, longer = (
+        load_data(config, num_samples=40, num_read=number, **arguments) for number in (40, 900)
+    )
+    assert len(longer.train) >= 900 > len(first.train)
+    begin = list(_rows(first.train))
+    rows = [row.tolist() for row in _rows(longer.train)]
+    assert rows[: len(begin)] == [row.tolist() for row in begin]
+    if weights is None:
+        size = len(load_data(config, num_samples=1, **arguments).train)
+        assert len(longer.train) % size == 0
+        epochs = [rows[at : at + size] for at in range(0, len(rows), size)]
+        assert all(epoch != other for epoch, other in itertools.pairwise(epochs))

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from megacore.checkpoint import read_index
-from megacore.config import Config, resolve
+from megacore.api import Callback, Sample, StepRecord
+from megacore.checkpoint import format as checkpoint_format
+from megacore.checkpoint import publish, read_index
+from megacore.config import Config, ResolvedConfig, resolve
+from megacore.data import write_indexed
+from megacore.errors import CheckpointError
 from megacore.report import read_run, write_report
 from megacore.train import trainer as trainer_module
 from megacore.train.loop import train
 from tests.support.configs import rank_context
 
 
-def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = None) -> None:
-    config = Config(
+def _train(
+    folder: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    resume: str | None = None,
+    restarts: int = 0,
+    **changes: dict[str, Any],
+) -> None:
+    sections: dict[str, dict[str, Any]] = dict(
         model={"hidden_size": 16, "num_layers": 1, "num_heads": 2, "seq_length": 8},
         train={
             "steps": steps,
@@ -30,8 +43,11 @@ def _train(folder: Path, *, steps: int, batch_size: int, resume: str | None = No
         run={"dir": str(folder / "run"), "plain": True},
         debug={"trace_step": -1},
     )
-    config = resolve(config, 1, vocab_size=256, cuda=False)
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=False)
     context = rank_context(0, 1)
+    context.restarts = restarts
     assert train(config, context) == 0
 
 
@@ -84,3 +100,213 @@ def test_a_run_that_fails_leaves_what_a_report_needs(
     assert read_run(tmp_path / "run").info.wall_time_s is None
     _train(tmp_path, steps=2, batch_size=6)
     assert read_run(tmp_path / "run").info.wall_time_s is not None
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+SPIKE_AT = 26  # step from 1
+
+
+class Constant:
+    """Samples of one token, which any model predicts soon, but for one of the others."""
+
+    num_samples = 1000
+
+    def sample(self, number: int) -> Sample:
+        tokens = np.full(9, 7) if number != SPIKE_AT - 1 else np.arange(60, 69)
+        return Sample(tokens=tokens[:-1], labels=tokens[1:])
+
+
+def constant_data(config: ResolvedConfig) -> tuple[Constant, dict[str, Constant]]:
+    del config
+    return Constant(), {}
+
+
+class Counting(Callback):
+    """Callback whose number of steps goes on with the run."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__(config)
+        self.steps = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        del record
+        self.steps += 1
+        self.seen.append(self.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    keys = ("step", "loss", "grad_norm", "lr")
+    return [{key: record[key] for key in keys} for record in map(json.loads, lines)]
+
+
+def test_guards_and_callbacks_decide_as_in_an_unbroken_run(tmp_path: Path) -> None:
+    changes = {
+        "train": {"on_spike": "skip", "callbacks": [f"{__name__}:Counting"]},
+        "data": {"factory": f"{__name__}:constant_data"},
+        "optimizer": {"schedule": "constant", "lr": 0.05},
+    }
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    Counting.seen.clear()
+    _train(tmp_path / "whole", steps=30, batch_size=1, **changes)
+    _train(tmp_path / "broken", steps=SPIKE_AT - 2, batch_size=1, **changes)
+    _train(tmp_path / "broken", steps=30, batch_size=1, resume="auto", **changes)
+    whole = _records(tmp_path / "whole")
+    skipped = [record["step"] for record in whole if record["grad_norm"] is None]
+    assert skipped == [SPIKE_AT]
+    assert _records(tmp_path / "broken") == whole
+    assert Counting.seen == [*range(1, 31), *range(1, 31)]
+
+
+# ---- Megatron's order ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [None, (0.75, 0.25)])
+def test_more_steps_and_other_batches_repeat_and_skip_nothing_of_megatrons_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...] | None
+) -> None:
+    consumed: list[tuple[int, ...]] = []
+    real = trainer_module.microbatch
+
+    def microbatch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        consumed.extend(tuple(row) for row in batch.tokens.tolist())
+        return batch
+
+    monkeypatch.setattr(trainer_module, "microbatch", microbatch)
+    # Each document fills one sample of 8 tokens, so a sample shows which document it is from.
+    numbers = iter(range(10**6))
+    paths = []
+    for name, count in (("a", 148), ("b", 100)):
+        rows = [[*divmod(next(numbers), 250), *[0] * 6] for _ in range(count)]
+        write_indexed(tmp_path / name, [*rows, [0]], vocab_size=256)
+        paths.append(str(tmp_path / name))
+    data: dict[str, Any] = {"order": "megatron", "cache": str(tmp_path / "cache"), "split": "1,0"}
+    if weights is None:
+        data["source"] = paths[0]
+    else:
+        data["sources"] = [
+            {"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)
+        ]
+    train: dict[str, Any] = {"data": data}
+    _train(tmp_path, steps=10, batch_size=8, **train)
+    _train(tmp_path, steps=13, batch_size=4, resume="auto", **train)
+    _train(tmp_path, steps=15, batch_size=8, resume="auto", **train)
+    assert len(consumed) == 80 + 12 + 16
+    assert len(set(consumed)) == len(consumed)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000015"
+    assert read_index(newest).state.data["order_sizes"]["train"] == 80
+    if weights is None:
+        _train(tmp_path, steps=20, batch_size=8, resume="auto", **train)
+        assert len(set(consumed)) == 148, "one epoch, each of its samples"
+
+
+def _become_version_2(folder: Path) -> None:
+    """Rewrite the index of a checkpoint as the version before wrote it."""
+    path = folder / "index.json"
+    data = json.loads(path.read_text())
+    data["format_version"] = 2
+    for key in ("control", "data", "callbacks"):
+        del data["state"][key]
+    del data["crc32"]
+    path.write_text(
+        checkpoint_format._to_text({**data, "crc32": checkpoint_format._checksum(data)})
+    )
+
+
+def test_a_checkpoint_of_the_version_before_goes_on_in_its_order_of_megatron(
+    tmp_path: Path,
+) -> None:
+    rows = [[number, *[0] * 7] for number in range(148)]
+    write_indexed(tmp_path / "a", [*rows, [0]], vocab_size=256)
+    data = {"order": "megatron", "cache": str(tmp_path / "cache"), "split": "1,0"}
+    changes: dict[str, Any] = {"data": {**data, "source": str(tmp_path / "a")}}
+    _train(tmp_path, steps=5, batch_size=8, **changes)
+    _become_version_2(tmp_path / "run" / "checkpoints" / "step_00000005")
+    _train(tmp_path, steps=30, batch_size=8, resume="auto", **changes)
+    state = read_index(tmp_path / "run" / "checkpoints" / "step_00000030").state
+    assert state.data["order_sizes"] == {"train": 40, "validation": 32}
+    assert len(state.control["losses"]) == 25
+
+
+# ---- notes ---------------------------------------------------------------------------------------
+
+
+def _notes(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_jump_of_the_learning_rate_is_noted_with_its_causes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=3, batch_size=2, resume="auto")
+    assert "no checkpoint in" in _notes(capsys)
+    _train(tmp_path, steps=6, batch_size=2, resume="auto", optimizer={"weight_decay": 0.0})
+    notes = _notes(capsys)
+    rates = [record["lr"] for record in _records(tmp_path)]
+    last, first = f"{rates[2]:.2e}".replace("e-0", "e-"), f"{rates[3]:.2e}".replace("e-0", "e-")
+    assert f"learning rate {last} -> {first} at step 4: train.steps 3 -> 6" in notes
+    assert "optimizer.weight_decay 0.1 -> 0 since the checkpoint" in notes
+    assert "no checkpoint" not in notes
+    _train(tmp_path, steps=6, batch_size=2, resume="auto", optimizer={"weight_decay": 0.0})
+    assert "->" not in _notes(capsys)
+
+
+def test_a_restart_with_another_rate_is_the_same_run_and_with_another_seed_it_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=2, batch_size=2)
+    _train(tmp_path, steps=4, batch_size=2, restarts=1, optimizer={"lr": 1e-3})
+    assert "at step 3: train.steps 2 -> 4, optimizer.lr 3e-3 -> 1e-3" in _notes(capsys)
+    assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3, 4]
+    _train(tmp_path, steps=4, batch_size=2, restarts=1, train={"seed": 1})
+    assert "results of an earlier run were moved" in _notes(capsys)
+
+
+def test_other_content_of_a_source_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=1, batch_size=2)
+    (tmp_path / "text.txt").write_text("The quick brown fox! " * 100)
+    _train(tmp_path, steps=2, batch_size=2, resume="auto")
+    assert "have changed since the checkpoint (2,100 tokens -> 2,100)" in _notes(capsys)
+
+
+# ---- the last save -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("failing", [2, 3])
+def test_only_a_failure_of_the_last_save_ends_the_run_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, in_background: bool
+) -> None:
+    real = publish.check_room
+
+    def check_room(directory: Path, *, num_bytes: int) -> None:
+        if (directory / f"step_{failing - 1:08}").exists() and not (directory / "failed").exists():
+            (directory / "failed").touch()
+            raise CheckpointError("no room")
+        real(directory, num_bytes=num_bytes)
+
+    monkeypatch.setattr(publish, "check_room", check_room)
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    checkpoint = {"on_failure": "continue", "async": in_background}
+    if failing == 2:
+        _train(tmp_path, steps=3, batch_size=2, checkpoint=checkpoint)
+    else:
+        with pytest.raises(CheckpointError, match="after step 3, but its last checkpoint was not"):
+            _train(tmp_path, steps=3, batch_size=2, checkpoint=checkpoint)
+    assert (tmp_path / "run" / "report.html").is_file()
