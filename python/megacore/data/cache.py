@@ -7,12 +7,20 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megacore.errors import DataError
 from megacore.files import describe_os_error, probe_folder
+
+# Version of the rules that make each kind of folder. Raise it with any change of their results:
+# folders of other versions are not used.
+RULES = MappingProxyType({"tokens": 1, "samples": 1, "blend": 1, "packing": 1})
+# Read at the head, in the middle and at the end of a file, to identify its content.
+_READ_BYTES = 1 << 16
 
 
 def cache_folder(setting: str | None) -> Path:
@@ -43,14 +51,14 @@ def built_once(
 
     Args:
         root: The cache folder.
-        kind: Beginning of the folder's name.
-        facts: Everything that the contents depend on, as JSON values.
+        kind: A kind of `RULES`; beginning of the folder's name.
+        facts: Everything that the contents depend on besides the rules, as JSON values.
         build: Fills the given folder. After an interruption it gets the same folder again.
 
     Sync:
         Waits for a process that builds the same folder.
     """
-    text = json.dumps(facts, sort_keys=True, default=str)
+    text = json.dumps({**facts, "rules": RULES[kind]}, sort_keys=True, default=str)
     folder = root / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
@@ -67,9 +75,17 @@ def built_once(
 
 
 def file_facts(path: Path) -> list[Any]:
-    """Return path, size and time of change of a file, which identify its contents."""
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    """Return path, size, time of change and a checksum of parts of a file.
+
+    They identify its content, also after a copy that keeps size and time. The inode is not used:
+    copies of a file on several hosts share what is made of them.
+    """
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        checksum = 0
+        for start in (0, (stat.st_size - _READ_BYTES) // 2, stat.st_size - _READ_BYTES):
+            checksum = zlib.crc32(os.pread(file.fileno(), _READ_BYTES, max(0, start)), checksum)
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, checksum]
 
 
 def remove_partial(folder: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.data.cache import file_facts, remove_partial
+from megacore.data.cache import RULES, file_facts, remove_partial
 from megacore.data.chat import ChatTemplate, template_files
 from megacore.data.fields import FieldForm
 from megacore.data.file_kinds import FileKind
@@ -398,6 +398,7 @@ def preparation_facts(options: PrepareOptions) -> dict[str, object]:
     path = Path(options.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
     return {
+        "rules": RULES["tokens"],
         "tokenizer": file_facts(file) if file.is_file() else None,
         "templates": [file_facts(path) for path in template_files(options.tokenizer)],
         "options": asdict(options),
