@@ -65,8 +65,7 @@ class PipelineConfig(Section):
     overlap_p2p: bool | None = Field(
         default=None,
         description="Overlap messages between stages with compute, with receives posted in "
-        "advance. On NCCL this needs two more process groups per pipeline. Default: on with gloo, "
-        "off with NCCL.",
+        "advance. Only with gloo, where it is the default; refused with NCCL.",
     )
     overlap_moe: bool | Literal["split"] = Field(
         default=False,

@@ -59,7 +59,7 @@ def resolve(
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
     backend = config.debug.backend
-    if backend is None and config.graphs.mode != "off":
+    if backend is None and (config.graphs.mode != "off" or config.pipeline.overlap_p2p):
         backend = default_backend(cuda)
     # No rule depends on the vocabulary: its rows are padded.
     fill = functools.partial(_fill, vocab_size=1, backend=backend or "gloo")
