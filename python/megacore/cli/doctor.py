@@ -59,7 +59,9 @@ def _installation() -> dict[str, str]:
     facts |= {"version": _core.__version__, "native core": "built"}
     if has_cuda_kernels():
         facts["CUDA kernels"] = "built for " + ", ".join(cuda_kernels().compiled_archs())
-        facts["grouped products"] = _grouped_products(cuda_kernels().grouped_gemm_archs())
+        facts["grouped products"] = _grouped_products(
+            cuda_kernels().grouped_gemm_archs(), cuda_kernels().compiled_archs()
+        )
     else:
         facts["CUDA kernels"] = (
             "left out when megacore was installed; with nvcc on PATH, "
@@ -68,9 +70,16 @@ def _installation() -> dict[str, str]:
     return facts
 
 
-def _grouped_products(archs: list[str]) -> str:
+def _grouped_products(archs: list[str], compiled: list[str]) -> str:
+    from megacore.ops.gemm_cuda import GROUPED_CAPABILITIES
+
     if archs:
         return "built for " + ", ".join(archs)
+    possible = [f"{major}{minor}a" for major, minor in GROUPED_CAPABILITIES]
+    if not set(possible) & set(compiled):
+        return (
+            f"none: they exist for {', '.join(possible)} only, others take one product per expert"
+        )
     return "not built (set CUTLASS_ROOT to CUTLASS's headers when megacore is installed)"
 
 

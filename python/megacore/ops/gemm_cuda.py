@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +27,10 @@ PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
 BACKEND_VARIABLE = "MEGACORE_GROUPED_GEMM"
 BACKENDS = ("auto", "native", "torch")
 MAX_EXPERTS = 1024
+# Compute capabilities with grouped kernels (cuda/kernels/grouped_gemm_sm*.cu) and with 8-bit ones.
+GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+FP8_CAPABILITY = (9, 0)
+FP8_MULTIPLE = 16
 
 
 def choose_backend(
@@ -69,18 +74,73 @@ def takes_kernel(x: Tensor, num_experts: int, out_features: int, in_features: in
 def takes_fp8_kernels(x: Tensor, num_experts: int, out_features: int, in_features: int) -> bool:
     """Return whether our kernels run products of 8-bit operands for activations like ``x``.
 
-    They exist for compute capability 9.0 and builds with CUTLASS, for bf16 activations and features
-    that are multiples of 16, unless the variable MEGACORE_GROUPED_GEMM is ``torch``.
+    See `fp8_obstacle` for the conditions.
     """
-    return (
-        x.is_cuda
-        and x.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and out_features % 16 == 0
-        and in_features % 16 == 0
-        and os.environ.get(BACKEND_VARIABLE) != "torch"
-        and grouped_obstacle(x.device, num_experts, out_features, in_features) is None
-    )
+    return fp8_obstacle(x.device, x.dtype, num_experts, out_features, in_features) is None
+
+
+def fp8_obstacle(
+    device: torch.device, dtype: torch.dtype, num_experts: int, out_features: int, in_features: int
+) -> str | None:
+    """Return why products of 8-bit operands are emulated, or ``None``."""
+    if os.environ.get(BACKEND_VARIABLE) == "torch":
+        return f"{BACKEND_VARIABLE} is torch"
+    return _fp8_obstacle(device, dtype, num_experts, out_features, in_features)
+
+
+@functools.cache
+def _fp8_obstacle(
+    device: torch.device, dtype: torch.dtype, num_experts: int, out_features: int, in_features: int
+) -> str | None:
+    if device.type != "cuda":
+        return f"there are no 8-bit products on the {device.type.upper()}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != FP8_CAPABILITY:
+        return (
+            f"8-bit products exist for {_of([FP8_CAPABILITY])} only, and the device has "
+            f"{_dotted(capability)}"
+        )
+    if dtype != torch.bfloat16:
+        return f"8-bit products exist for bfloat16, not for {str(dtype).removeprefix('torch.')}"
+    if out_features % FP8_MULTIPLE or in_features % FP8_MULTIPLE:
+        return f"8-bit products need features that are multiples of {FP8_MULTIPLE}"
+    return grouped_obstacle(device, num_experts, out_features, in_features)
+
+
+def missing_grouped(
+    built: Sequence[str], compiled: Sequence[str], capability: tuple[int, int]
+) -> str | None:
+    """Return why a build has no grouped kernels for a compute capability, or ``None``.
+
+    Args:
+        built: ``_cuda.grouped_gemm_archs()``.
+        compiled: ``_cuda.compiled_archs()``, of all other kernels.
+        capability: That of the device.
+
+    Example:
+        >>> missing_grouped([], ["80"], (8, 0))
+        'grouped products exist for compute capability 9.0 and 10.0 only, and the device has 8.0'
+    """
+    if capability not in GROUPED_CAPABILITIES:
+        return (
+            f"grouped products exist for {_of(GROUPED_CAPABILITIES)} only, and the device has "
+            f"{_dotted(capability)}"
+        )
+    arch = f"{capability[0]}{capability[1]}a"
+    if arch in built:
+        return None
+    if arch not in compiled:
+        names = " and ".join(f"sm_{name}" for name in built or compiled)
+        return f"this build has kernels for {names}, and the device is sm_{arch[:-1]}"
+    return "megacore was built without CUTLASS's headers; set CUTLASS_ROOT and install it again"
+
+
+def _of(capabilities: Sequence[tuple[int, int]]) -> str:
+    return f"compute capability {' and '.join(map(_dotted, capabilities))}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @functools.cache
@@ -90,13 +150,10 @@ def grouped_obstacle(
     """Return why a GPU has no grouped kernel for products of these sizes, or ``None``."""
     if not has_cuda_kernels():
         return "megacore was installed without CUDA kernels"
-    archs = cuda_kernels().grouped_gemm_archs()
-    if not archs:
-        return "megacore was built without CUTLASS's headers; set CUTLASS_ROOT and install it again"
-    major, minor = torch.cuda.get_device_capability(device)
-    if f"{major}{minor}a" not in archs:
-        names = " and ".join(f"sm_{arch}" for arch in archs)
-        return f"this build has kernels for {names}, and the device is sm_{major}{minor}"
+    kernels, capability = cuda_kernels(), torch.cuda.get_device_capability(device)
+    missing = missing_grouped(kernels.grouped_gemm_archs(), kernels.compiled_archs(), capability)
+    if missing is not None:
+        return missing
     if num_experts > MAX_EXPERTS or num_experts == 0:
         return f"{num_experts} experts; a launch takes 1 to {MAX_EXPERTS}"
     for name, features in (("out_features", out_features), ("in_features", in_features)):

@@ -106,6 +106,7 @@ class Console:
             ("model", f"{info.model}, {short_count(info.num_parameters)} parameters"),
             ("data", f"{info.data}: {tokens}, {entropy}"),
             ("schedule", info.schedule),
+            *([("kernels", kernels)] if (kernels := info.environment.get("kernels")) else []),
             ("steps", left if self._first_step < self._steps else f"all {self._steps:,} are done"),
             ("results", str(folder)),
         ]

@@ -39,6 +39,7 @@ from megacore.train.console import Console, RunSummary
 from megacore.train.control import RunControl, Verdict
 from megacore.train.diagnosis import NonFiniteSearch, first_of_all
 from megacore.train.initial_weights import load_initial_weights
+from megacore.train.kernels import kernel_notes
 from megacore.train.metrics import StepRecord
 from megacore.train.profiling import StepProfiler
 from megacore.train.results import run_info, write_results
@@ -203,7 +204,11 @@ class _Run:
                 self._info(wall_time_s=None),
                 layout=trainer.layout_text(),
                 folder=self._dir,
-                notes=config.notes + trainer.data.notes + found.skipped + notes,
+                notes=config.notes
+                + trainer.data.notes
+                + found.skipped
+                + notes
+                + kernel_notes(trainer),
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:

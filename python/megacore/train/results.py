@@ -33,6 +33,7 @@ from megacore.report import (
     write_report,
     write_timeline,
 )
+from megacore.train.kernels import kernel_environment
 from megacore.train.memory import memory_bytes
 from megacore.train.trainer import Trainer
 from megacore.train.watch import calibration_name
@@ -258,7 +259,7 @@ def run_info(
         num_tokens=data.train.num_tokens,
         unigram_entropy=data.unigram_entropy,
         schedule=start.schedule,
-        environment=collect_environment(),
+        environment=collect_environment() | kernel_environment(trainer),
         resumed_from=start.resumed_from,
         config=config.model_dump(mode="json", exclude_none=True),
         derived=sorted(config.derived),

@@ -1,0 +1,147 @@
+"""Readable facts on the kernels that a device gets: architectures, grouped and 8-bit products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.fp8 import fp8_grouped_gemm, fp8_linear
+from megacore.ops.gemm_cuda import fp8_obstacle, missing_grouped
+
+# Products that a note names.
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBuild:
+    """Architectures of the CUDA kernels of this installation; none of one without kernels.
+
+    Attributes:
+        archs: Of all kernels but grouped products, such as ``"90a"``.
+        grouped: Of grouped products.
+    """
+
+    archs: tuple[str, ...] = ()
+    grouped: tuple[str, ...] = ()
+
+    @classmethod
+    def here(cls) -> KernelBuild:
+        """Return those of this installation."""
+        if not has_cuda_kernels():
+            return cls()
+        module = cuda_kernels()
+        return cls(archs=tuple(module.compiled_archs()), grouped=tuple(module.grouped_gemm_archs()))
+
+    def arch_for(self, capability: tuple[int, int]) -> str | None:
+        """Return the architecture whose code a device runs; ``None`` without one.
+
+        Code of ``"80"`` runs on later minor versions, ``"100f"`` on those of its family, ``"90a"``
+        on 9.0 only.
+
+        Example:
+            >>> build = KernelBuild(archs=("80", "90a"))
+            >>> [build.arch_for(one) for one in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+            ['80', '80', '90a', None, None]
+        """
+        for arch in self.archs:
+            major, minor = divmod(int(arch.rstrip("af")), 10)
+            is_newer = not arch.endswith("a") and minor < capability[1]
+            if major == capability[0] and (minor == capability[1] or is_newer):
+                return arch
+        return None
+
+
+def kernel_text(
+    build: KernelBuild,
+    capability: tuple[int, int],
+    *,
+    has_torch_grouped: bool,
+    fp8: str | None = None,
+) -> str:
+    """Describe the kernels of a device in one line.
+
+    Args:
+        build: Kernels of the installation.
+        capability: Compute capability of the device.
+        has_torch_grouped: Whether torch has grouped products for it.
+        fp8: Description of 8-bit products; ``None`` if the run has none.
+
+    Example:
+        >>> kernel_text(KernelBuild(archs=("90a",), grouped=("90a",)), (9, 0),
+        ...             has_torch_grouped=True, fp8="native")
+        'sm_90a, grouped products native, fp8 native'
+        >>> kernel_text(KernelBuild(), (8, 0), has_torch_grouped=False)
+        'none: megacore was installed without CUDA kernels, grouped products one per expert'
+    """
+    arch = build.arch_for(capability)
+    if arch is not None:
+        parts = [f"sm_{arch}"]
+    elif build.archs:
+        names = ", ".join(f"sm_{name}" for name in build.archs)
+        parts = [f"none for sm_{capability[0]}{capability[1]}: this build has {names}"]
+    else:
+        parts = ["none: megacore was installed without CUDA kernels"]
+    native = missing_grouped(build.grouped, build.archs, capability) is None
+    grouped = "native" if native else "of torch" if has_torch_grouped else "one per expert"
+    parts.append(f"grouped products {grouped}")
+    if fp8 is not None:
+        parts.append(f"fp8 {fp8}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Products:
+    """Products with 8-bit operands of a model, and why some are emulated.
+
+    Attributes:
+        number: All products.
+        emulated: Reason by name and shape, as in ``"layers.0.mlp.up (out 96, in 40)"``.
+    """
+
+    number: int
+    emulated: dict[str, str]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], dtype: torch.dtype) -> Fp8Products:
+        """Find the products of modules on their device."""
+        products = [each for module in modules for each in _products(module)]
+        emulated = {}
+        for name, device, sizes in products:
+            if (reason := fp8_obstacle(device, dtype, *sizes)) is not None:
+                emulated[f"{name} (out {sizes[1]}, in {sizes[2]})"] = reason
+        return cls(number=len(products), emulated=emulated)
+
+    def text(self) -> str:
+        """Return ``"native"``, ``"emulated"``, or the number of those that are emulated."""
+        if not self.emulated:
+            return "native"
+        if len(self.emulated) == self.number:
+            return "emulated"
+        return f"emulated in {len(self.emulated)} of {self.number} products"
+
+    def notes(self, dtype: str) -> tuple[str, ...]:
+        """Return a note on products that are slower than those of ``dtype``, if there are any."""
+        if not self.emulated:
+            return ()
+        reasons = list(dict.fromkeys(self.emulated.values()))
+        start = f"train.fp8 is {self.text()}, slower than {dtype} alone: {'; '.join(reasons)}"
+        if len(self.emulated) == self.number:
+            return (start,)
+        names = list(self.emulated)
+        more = ", ..." if len(names) > _MOST_SHOWN else ""
+        return (f"{start}: {', '.join(names[:_MOST_SHOWN])}{more}",)
+
+
+def _products(model: nn.Module) -> Iterator[tuple[str, torch.device, tuple[int, int, int]]]:
+    """Yield name, device and ``(experts, out_features, in_features)`` of each 8-bit product."""
+    for name, module in model.named_modules():
+        is_linear = getattr(module, "linear", None) is fp8_linear
+        is_experts = getattr(module, "product", None) is fp8_grouped_gemm
+        for key, param in module.named_parameters(prefix=name, recurse=False):
+            if (is_linear or is_experts) and param.dim() >= 2:
+                experts, width = (param.shape[0] if is_experts else 1), param.shape[-1]
+                yield key, param.device, (experts, param.numel() // (experts * width), width)
