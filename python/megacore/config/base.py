@@ -274,7 +274,7 @@ class Origins:
     Attributes:
         where: File and line, or override, by key.
         derived: Keys without an explicit value, computed from other settings.
-        notes: A sentence on settings that were given by their names of an earlier version.
+        notes: Sentences on settings with old names, without effect, or with a surprising one.
     """
 
     where: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)

@@ -135,7 +135,9 @@ class MoEConfig(Section):
         "softmax over the chosen experts only.",
     )
     normalize: bool = Field(
-        default=True, description="Divide the scores of a token's experts by their sum."
+        default=True,
+        description="Divide the scores of a token's experts by their sum. With `top_k` 1 the "
+        "quotient is always 1, so only a balancing loss trains the router.",
     )
     scaling_factor: float = Field(
         default=1.0, gt=0.0, description="Factor on the weights of a token's experts."

@@ -16,7 +16,11 @@ class OptimizerConfig(Section):
     min_lr: float | None = Field(
         default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to `lr`.")
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps of linear rise from 0 to `lr`; a shorter run does not reach it.",
+    )
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         default="cosine",
         description="Shape after the warmup: cosine decay, warmup-stable-decay, or constant.",

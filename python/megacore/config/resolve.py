@@ -17,6 +17,7 @@ from megacore.config.pipeline_rules import check_pipeline
 from megacore.config.problems import ConfigErrors
 from megacore.config.resolved import ResolvedConfig
 from megacore.config.sections import Config
+from megacore.config.unused import surprise_notes, unused_notes
 from megacore.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -75,12 +76,13 @@ def resolve(
         check(problems, filled)
     if problems.found:
         raise ConfigError(join_problems(problems.found))
-    return _fill(
+    done = _fill(
         config,
         world_size,
         vocab_size=vocab_size() if callable(vocab_size) else vocab_size,
         backend=backend or default_backend(cuda),
     )
+    return done.with_notes((*unused_notes(config, done), *surprise_notes(done)))
 
 
 def check_rules(config: Config, world_size: int, *, launcher: str) -> None:

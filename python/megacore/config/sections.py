@@ -64,7 +64,7 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence on settings that were given by their names of an earlier version."""
+        """Sentences on settings with old names, without effect, or with a surprising one."""
         return self._origins.notes
 
     def with_origins_of(self, config: Config, derived: Iterable[str]) -> Self:
@@ -72,6 +72,13 @@ class Config(Section):
         copy = self.model_copy()
         derived = config.derived | frozenset(derived)
         copy._origins = dataclasses.replace(config._origins, derived=derived)
+        return copy
+
+    def with_notes(self, notes: Iterable[str]) -> Self:
+        """Return a copy with further notes; each sentence is kept once."""
+        copy = self.model_copy()
+        kept = tuple(dict.fromkeys((*self.notes, *notes)))
+        copy._origins = dataclasses.replace(self._origins, notes=kept)
         return copy
 
     @property

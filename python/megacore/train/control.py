@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import ResolvedConfig, duration_s
+from megacore.config.unused import SPIKE_START as SPIKE_START
 from megacore.errors import DivergedError
 from megacore.launch.context import RankContext
 from megacore.launch.peers import signal_name
@@ -27,7 +28,6 @@ _CODE = 128  # signal numbers are below
 SPIKE_DEVIATIONS = 8.0
 SPIKE_PART = 0.1
 SPIKE_WINDOW = 100
-SPIKE_START = 20
 
 
 @dataclass(frozen=True, kw_only=True)

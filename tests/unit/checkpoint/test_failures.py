@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "older format": (
         _become_version_1,
-        r"has format version 1, this megacore reads versions 2 and 3; load it with the megacore that",
+        r"has format version 1, this megacore reads versions 2 and 3; load it with the meg",
     ),
     "foreign index": (
         _edit_index(lambda data: data.pop("format")),
