@@ -42,7 +42,7 @@ def train_with(config: Config, world_size: int) -> list[tuple[float, float]]:
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     source = masked(trainer)
     metrics = [trainer.step.train(step, source, lr=2e-3) for step in range(6)]
-    last = trainer.step.evaluate(source, num_steps=1)
+    last = trainer.step.evaluate(source, num_steps=1).loss
     return [(step.loss, step.grad_norm) for step in metrics] + [(last, 0.0)]
 
 

@@ -54,7 +54,10 @@ def losses(_rank: int, world_size: int, settings: dict[str, str]) -> list[float]
     config = load_config(EXAMPLE / "train.toml", changes)
     config = resolve(config, world_size, vocab_size=256, cuda=False)
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
-    return [*(trainer.train_step(step).loss for step in range(STEPS)), *trainer.evaluate().values()]
+    return [
+        *(trainer.train_step(step).loss for step in range(STEPS)),
+        *(each.loss for each in trainer.evaluate().values()),
+    ]
 
 
 @cache

@@ -83,7 +83,8 @@ class DebugConfig(Section):
     loss_scale: float = Field(
         default=65536.0,
         ge=1.0,
-        description="Initial loss scale of float16 training, adapted later. A power of two.",
+        description="Initial loss scale of float16 training, adapted later: the factor on the mean "
+        "loss of a step. A power of two.",
     )
     loss_scale_interval: int = Field(
         default=1000,

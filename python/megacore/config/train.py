@@ -26,7 +26,8 @@ class TrainSectionConfig(Section):
         default=None,
         description="Reduction of token losses: the mean over each microbatch, then over "
         "microbatches; or the mean over all tokens of the global batch. Both are equal unless "
-        "some tokens are ignored (labels below 0). Default: `token` if the data have such tokens.",
+        "some tokens are ignored (labels below 0). Default: `token` if the data have such tokens, "
+        "and for `data.factory`.",
     )
     loss: str | None = Field(
         default=None,

@@ -224,6 +224,7 @@ def _own_data(config: ResolvedConfig) -> TrainingData:
         validation=validation,
         validation_weights=dict.fromkeys(validation, 1.0),
         unigram_entropy=unigram_entropy(first),
+        default_normalization="token",  # any of its labels may be masked
     )
 
 

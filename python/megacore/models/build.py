@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megacore.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.errors import ConfigError
 from megacore.models.gpt import GPTChunk
-from megacore.models.loss import token_loss
+from megacore.models.loss import FirstLossCheck, Loss, LossContext, token_loss
 from megacore.models.own import OwnStage, StageContext, loss_of
 from megacore.models.stage import ContextOptions, Stage, make_context
 from megacore.moe.echo.slots import SlotBuffers
+from megacore.parallel.batch import Microbatch
 from megacore.parallel.process_groups import ProcessGroups
 
 
@@ -43,6 +44,18 @@ def build_chunks(
     return build_stages(config, mine, groups, device=device)
 
 
+def _checked(own: Loss | None, config: ResolvedConfig, groups: ProcessGroups) -> Loss:
+    """Return a loss of the user's own with a check of its results, or that of next tokens."""
+    if own is None:
+        return token_loss
+    check = FirstLossCheck(f'train.loss = "{config.train.loss}"', groups.tp)
+
+    def checked(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
+        return check(own(output, batch, context))
+
+    return checked
+
+
 def build_stages(
     config: ResolvedConfig,
     mine: Sequence[int],
@@ -53,7 +66,7 @@ def build_stages(
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
     chunks: list[Stage] = []
-    loss = loss_of(config) or token_loss
+    loss = _checked(loss_of(config), config, groups)
     options: ContextOptions = {
         "sequence_parallel": config.parallel.sequence_parallel,
         "cp_comm": config.parallel.cp_comm,

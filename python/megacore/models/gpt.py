@@ -163,11 +163,15 @@ class GPTChunk(Stage):
         """Attach the losses of multi-token prediction to the backward pass of the loss.
 
         As in the paper, each is a sum over the predicted tokens, divided by the number of tokens of
-        the sequence. Here this is the number of labels that count on this cp rank.
+        the sequence. Here this is the number of labels that count in the mean of the loss, which
+        may all be those of other ranks.
         """
         assert self.head is not None
         assert batch.labels is not None
-        num_labels = (self.region.share(batch.labels) >= 0).sum()
+        factor = batch.label_factor
+        if factor is None:
+            num_labels = (self.region.share(batch.labels) >= 0).sum()
+            factor = batch.loss_factor / num_labels.clamp(min=1)
         for depth, output_SBH in enumerate(outputs):
             labels_BS = ahead(batch.labels, depth + 1, fill=NO_LABEL)
             if batch.documents is not None:
@@ -178,8 +182,7 @@ class GPTChunk(Stage):
                 labels_BS = labels_BS.masked_fill(~inside_BS, NO_LABEL)
             num_predicted = (self.region.share(labels_BS) >= 0).sum()
             mean = self.head(output_SBH, replace(batch, labels=labels_BS))
-            further = mean * (num_predicted / num_labels.clamp(min=1))
-            loss = inject_gradient(loss, further * self._mtp_coef, batch.loss_factor)
+            loss = inject_gradient(loss, mean * num_predicted * self._mtp_coef, factor)
             with torch.no_grad():
                 self.mtp_sums[0, depth] += mean * num_predicted
                 self.mtp_sums[1, depth] += num_predicted

@@ -7,6 +7,7 @@ Shapes: S sequence, B batch, V this rank's true (unpadded) vocabulary columns, p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore.errors import ConfigError
 from megacore.models.mappings import Region
 from megacore.models.shape import GPTShape
 from megacore.parallel.batch import Microbatch
@@ -63,6 +65,67 @@ class Loss(Protocol):
         Returns:
             Scalar, the same on every tp rank.
         """
+
+
+class FirstLossCheck:
+    """Check of the first training loss of a function or model of one's own.
+
+    Args:
+        shown: The setting that names the function, for messages.
+        group: The tp group, whose ranks must compute the same loss.
+    """
+
+    def __init__(self, shown: str, group: Group) -> None:
+        self._shown = shown
+        self._group = group
+        self._is_done = False
+
+    def __call__(self, loss: object, *, advice: str = "") -> Tensor:
+        """Return the loss.
+
+        Args:
+            loss: Result of the function.
+            advice: End of the message about another result than a scalar.
+
+        Raises:
+            ConfigError: On every tp rank, if it is not a scalar, or in the first training step not
+                finite, without gradient, or different on another tp rank.
+
+        Sync:
+            Waits for the device in the first training step. One all-reduce over the tp group.
+        """
+        if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.is_floating_point():
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                found = f"a tensor {tuple(loss.shape)} {loss.dtype}"
+            raise ConfigError(
+                f"{self._shown} must return a scalar loss on the last stage, got {found}{advice}"
+            )
+        if not self._is_done and torch.is_grad_enabled():
+            self._is_done = True
+            self._check(loss)
+        return loss
+
+    def _check(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"{self._shown} must return a loss with a gradient, got one that does not depend "
+                "on the parameters; compute it from the output, without detach() or item()"
+            )
+        value = loss.detach().double()
+        bounds = torch.stack((value, -value))
+        all_reduce_(bounds, self._group, op="max")
+        highest, lowest = bounds[0].item(), -bounds[1].item()
+        if not (math.isfinite(highest) and math.isfinite(lowest)):
+            raise ConfigError(
+                f"{self._shown} must return a finite loss in the first step, got {value.item()}"
+            )
+        if highest - lowest > 1e-6 * max(1.0, abs(highest)):
+            raise ConfigError(
+                f"{self._shown} must return the same loss on every tensor-parallel rank, got "
+                f"{lowest:.6g} to {highest:.6g}; logits are this rank's columns of the vocabulary, "
+                "so sum over them with reduce_from_group(x, context.region.group)"
+            )
 
 
 def token_loss(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:

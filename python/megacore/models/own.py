@@ -15,7 +15,7 @@ from megacore.config.objects import call_object, import_object
 from megacore.errors import ConfigError
 from megacore.models.init import name_seed
 from megacore.models.layers import ModelContext
-from megacore.models.loss import Loss, LossContext
+from megacore.models.loss import FirstLossCheck, Loss, LossContext
 from megacore.models.stage import Stage
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ParamInfo, shard
@@ -127,7 +127,8 @@ class OwnStage(Stage):
         self._is_last = context.is_last
         self._shown = f'model.factory = "{config.model.factory}"'
         self._loss = loss_of(config)
-        self._loss_shown = f'train.loss = "{config.train.loss}"'
+        shown = self._shown if self._loss is None else f'train.loss = "{config.train.loss}"'
+        self._check_loss = FirstLossCheck(shown, context.region.group)
         self._loss_context = LossContext.of(context.region, context.shape)
         self._dtype, self._hidden = context.params.dtype, context.shape.hidden
         factory: ModelFactory = import_object(config.model.factory or "", setting="model.factory")
@@ -154,15 +155,10 @@ class OwnStage(Stage):
         if not self._is_last:
             self._check_output(output, batch)
             return output  # type: ignore[no-any-return]
-        shown, advice = self._shown, "; return the mean loss, or set train.loss"
         if self._loss is not None:
-            shown, advice = self._loss_shown, ""
-            output = self._loss(output, batch, self._loss_context)
-        if not isinstance(output, Tensor) or output.dim() > 0 or not output.is_floating_point():
-            raise ConfigError(
-                f"{shown} must return a scalar loss on the last stage, got {_text(output)}{advice}"
-            )
-        return output.float()
+            return self._check_loss(self._loss(output, batch, self._loss_context)).float()
+        advice = "; return the mean loss, or set train.loss"
+        return self._check_loss(output, advice=advice).float()
 
     def _check_output(self, output: object, batch: Microbatch) -> None:
         samples, sequence = batch.shape

@@ -332,6 +332,7 @@ class DistributedOptimizer:
         num_tokens: Tensor | None = None,
         veto: Tensor | None = None,
         mean_limit: Tensor | None = None,
+        count_at: int | None = None,
     ) -> StepResult:
         """Reduce the gradients and update the parameters. Collective over the world.
 
@@ -351,6 +352,8 @@ class DistributedOptimizer:
                 including the counts of steps. Either all ranks pass one or none does.
             mean_limit: A number, on the device: if ``extra[0] / extra[1]`` of the summed ``extra``
                 is larger, as for ``veto``.
+            count_at: Index of a count in ``extra``: if the summed count is 0, there is nothing to
+                learn from, as for ``veto``.
 
         Returns:
             The gradient norm, whether the update was skipped, and the summed ``extra``.
@@ -376,6 +379,9 @@ class DistributedOptimizer:
         if mean_limit is not None:
             is_above = sums[first_extra] > mean_limit * sums[first_extra + 1]
             is_vetoed = is_above if is_vetoed is None else is_vetoed | is_above
+        if count_at is not None:
+            is_empty = sums[first_extra + count_at] == 0.0
+            is_vetoed = is_empty if is_vetoed is None else is_vetoed | is_empty
         with in_phase(self._clock, "param_gather"):
             self.finish_param_gather()
         with in_phase(self._clock, "optimizer"):

@@ -115,9 +115,11 @@ class Microbatch:
         step: Optimizer step of the microbatch, from 0.
         loss_factor: Factor on its mean loss in the backward pass, such as the loss scale divided by
             the number of microbatches. Auxiliary losses (those of MoE routers) get the same factor.
-        sample_factors: Factors on the auxiliary losses by sample, ``(B,)``, instead of
+        label_factor: Factor on the sum of the losses of its labels: ``loss_factor`` over the number
+            of labels of this cp rank, also where that is 0. ``None``: derived from them.
+        sample_factors: Factors on the auxiliary losses by sample, ``(B,)``, or of all, instead of
             ``loss_factor``: the mean over the samples of factor times mean loss counts. ``None`` if
-            all samples have the same weight.
+            both have the same factor.
         number: Index of the microbatch in the step on this rank, which selects the graphs of
             captured layers; ``None`` runs them eagerly.
         keys: Keys of the step's random numbers on the device, for code that may be captured.
@@ -138,7 +140,8 @@ class Microbatch:
     sample_ids: Tensor
     step: int
     loss_factor: float | Tensor = 1.0
-    sample_factors: Tensor | None = None
+    label_factor: float | Tensor | None = None
+    sample_factors: float | Tensor | None = None
     number: int | None = None
     keys: StepKeys | None = None
     documents: Documents | None = None

@@ -68,6 +68,7 @@ class RunControl:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.loss_limit = math.inf
         self._num_skipped_in_row = 0
+        self._has_noted_empty = False
 
     @property
     def is_skipping(self) -> bool:
@@ -112,7 +113,15 @@ class RunControl:
         """Restart the clock of checkpoints by time."""
         self._saved_at = time.monotonic()
 
-    def judge(self, votes: tuple[float, ...], *, step: int, loss: float, skipped: bool) -> Verdict:
+    def judge(
+        self,
+        votes: tuple[float, ...],
+        *,
+        step: int,
+        loss: float,
+        skipped: bool,
+        is_empty: bool = False,
+    ) -> Verdict:
         """Decide after a step.
 
         Args:
@@ -120,13 +129,16 @@ class RunControl:
             step: Number of the step, from 0.
             loss: Its loss.
             skipped: Whether its update was skipped.
+            is_empty: Whether no label of the step counts, so that there was nothing to update.
 
         Raises:
             DivergedError: If the run must not continue.
         """
         is_spike = math.isfinite(loss) and loss > self.loss_limit
         by_rule = is_spike and self._config.train.on_spike == "skip"
-        self._num_skipped_in_row = self._num_skipped_in_row + 1 if skipped and not by_rule else 0
+        if not is_empty:
+            is_failure = skipped and not by_rule
+            self._num_skipped_in_row = self._num_skipped_in_row + 1 if is_failure else 0
         limit = self._config.debug.max_skipped_steps
         if 0 < limit <= self._num_skipped_in_row:
             raise DivergedError(
@@ -135,6 +147,12 @@ class RunControl:
                 f"checkpoints are kept"
             )
         notes = self._judge_loss(step, loss)
+        if is_empty and not self._has_noted_empty:
+            self._has_noted_empty = True
+            notes += (
+                f"step {step + 1:,}: no label of the batch counts, so nothing was updated; later "
+                "steps of this kind are recorded without a loss",
+            )
         num_signals, codes, is_over, is_due = (round(vote) for vote in votes)
         stop = None
         if num_signals == 1:

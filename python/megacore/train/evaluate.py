@@ -14,7 +14,7 @@ from megacore.checkpoint.model_files import with_tokenizer_beside
 from megacore.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megacore.config import Config, ResolvedConfig, config_from_values
 from megacore.data.indexed import indexed_prefix
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, DataError
 from megacore.launch.context import RankContext
 from megacore.models.hf import sections_from_hf
 from megacore.models.hf.files import CONFIG_NAME, TensorFiles, read_config
@@ -129,7 +129,8 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
 
     Returns:
         ``path``, ``step``, ``parameters``, ``loss`` and ``perplexity`` (the mean over the sets by
-        weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each.
+        weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each:
+        the labels that the loss is a mean of.
     """
     trainer = build_trainer(config, world_size=context.world_size, device=context.device)
     load_initial_weights(trainer, source.path)
@@ -140,8 +141,11 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
         silent=context.rank != 0,
         file=sys.stderr,
     ) as console:
-        losses = trainer.evaluate(whole=source.whole, on_batch=console.batch)
-    mean = trainer.mean_validation_loss(losses)
+        found = trainer.evaluate(whole=source.whole, on_batch=console.batch)
+    for name, each in found.items():
+        if each.num_labels == 0:
+            raise DataError(f"no label of the validation set {name} counts, so it has no loss")
+    mean = trainer.mean_validation_loss(found)
     return {
         "path": str(source.path),
         "step": source.step,
@@ -150,11 +154,11 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
         "perplexity": perplexity(mean),
         "sets": {
             name: {
-                "loss": loss,
-                "perplexity": perplexity(loss),
-                "tokens": counts[name] * config.model.seq_length,
+                "loss": each.loss,
+                "perplexity": perplexity(each.loss),
+                "tokens": each.num_labels,
             }
-            for name, loss in losses.items()
+            for name, each in found.items()
         },
     }
 

@@ -6,7 +6,7 @@ import functools
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from megacore.train.metrics import StepRecord
 from megacore.train.profiling import StepProfiler
 from megacore.train.results import run_info, write_results
 from megacore.train.resume import resume_run, run_state
-from megacore.train.step import StepMetrics
+from megacore.train.step import Evaluation, StepMetrics
 from megacore.train.trainer import Trainer, build_trainer
 from megacore.train.watch import RunWatch
 from megacore.train.writers import RunFileGuard, RunWriters, check_writers
@@ -172,6 +172,7 @@ class _Run:
         self._is_due_to_save = False
         self._save_failure: str | None = None  # of the newest save
         self._validation_loss: float | None = None
+        self._has_noted_empty = False
         self._last: StepRecord | None = None
         self._tokens = self._seconds = 0.0
         self._step_times_s: list[float] = []
@@ -242,8 +243,10 @@ class _Run:
             if verdict.stop is None and _is_due(
                 step, self._config.train.eval_interval, is_last=is_last
             ):
-                losses = self._trainer.evaluate()
-                self._validation_loss = self._trainer.mean_validation_loss(losses)
+                found = self._trainer.evaluate()
+                losses = {name: each.loss for name, each in found.items()}
+                self._validation_loss = self._trainer.mean_validation_loss(found)
+                self._note_empty(found)
             self._write(record := self._record(step, metrics, losses))
             for callback in self._callbacks:
                 callback.on_step(record)
@@ -333,7 +336,11 @@ class _Run:
             self._console.note(note)
         try:
             verdict = control.judge(
-                metrics.votes, step=step, loss=metrics.loss, skipped=metrics.skipped
+                metrics.votes,
+                step=step,
+                loss=metrics.loss,
+                skipped=metrics.skipped,
+                is_empty=metrics.num_labels == 0,
             )
         except DivergedError as error:
             self._write(self._record(step, metrics, {}))
@@ -434,12 +441,20 @@ class _Run:
 
     def _remove_old(self, metrics: StepMetrics) -> None:
         """Remove old checkpoints once a step with the saved weights was sound."""
-        is_sound = math.isfinite(metrics.loss) and not self._control.is_skipping
+        has_loss = math.isfinite(metrics.loss) or metrics.num_labels == 0
+        is_sound = has_loss and not self._control.is_skipping
         if self._saver is not None and self._saver.is_idle and is_sound:
             self._saver.remove_old(self._saved_step)
 
     def _samples_after(self, steps: int) -> int:
         return steps * self._config.train.global_batch_size + self._sample_offset
+
+    def _note_empty(self, found: Mapping[str, Evaluation]) -> None:
+        """Note, once, the validation sets without a label that counts."""
+        names = [name for name, each in found.items() if each.num_labels == 0]
+        if names and not self._has_noted_empty:
+            self._has_noted_empty = True
+            self._console.note(f"no label of the validation set {', '.join(names)} counts")
 
     def _note(self, text: str | None) -> None:
         if text is not None:

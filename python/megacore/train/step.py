@@ -34,6 +34,8 @@ from megacore.train.meters import ExpertLoadMeter, ExpertMetrics, MTPLossMeter
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
+# Sums of a step: losses, their weight, and labels that count.
+_NUM_SUMS = 3
 # By rank, before a step: busy seconds of the last step, three of memory, squares of weights.
 NUM_REPORTS = 5
 
@@ -43,10 +45,11 @@ class StepMetrics:
     """Results of one step; equal on every rank except the times.
 
     Attributes:
-        loss: Mean loss over the global batch, nats per token.
+        loss: Mean loss over the global batch, nats per token; NaN if no label counts.
+        num_labels: Labels of the global batch that count.
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether no rank changed anything: a gradient was not finite, or the update was
-            vetoed, for example because of a loss spike.
+            vetoed, for example because of a loss spike, or no label counts.
         num_skipped: Steps skipped so far because of a non-finite gradient.
         step_time_s: Wall time of the step on this rank, seconds.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
@@ -58,6 +61,7 @@ class StepMetrics:
     """
 
     loss: float
+    num_labels: int
     grad_norm: float
     skipped: bool
     num_skipped: int
@@ -67,6 +71,19 @@ class StepMetrics:
     votes: tuple[float, ...] = ()
     reports: npt.NDArray[np.float64]
     phases: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Result on a validation set.
+
+    Attributes:
+        loss: Mean loss, nats per token; NaN if no label counts.
+        num_labels: Labels that count.
+    """
+
+    loss: float
+    num_labels: int
 
 
 class StepRunner(Protocol):
@@ -91,7 +108,7 @@ class StepRunner(Protocol):
         """
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Run all forward passes and return ``(sum of losses, number of steps or tokens)``."""
+        """Run all forward passes and return ``(sum of losses, their weight, number of labels)``."""
 
 
 class TrainStep:
@@ -156,6 +173,7 @@ class TrainStep:
             eager.experts.update_router_biases()
         return StepMetrics(
             loss=_mean(losses),
+            num_labels=round(losses[2].item()),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             num_skipped=result.num_skipped,
@@ -174,7 +192,7 @@ class TrainStep:
         *,
         num_steps: int,
         on_batch: Callable[[], None] | None = None,
-    ) -> float:
+    ) -> Evaluation:
         """Compute the mean loss over ``num_steps`` global batches without dropout, on all ranks.
 
         ``on_batch`` is called on each rank after its part of a batch.
@@ -183,7 +201,7 @@ class TrainStep:
         eager.optimizer.finish_param_gather()
         for chunk in eager.chunks:
             chunk.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=eager.device)
+        sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=eager.device)
         for step in range(num_steps):
             batches = eager.fetch(source, step)
             for _ in eager.experts.attempts(f"validation batch {step + 1:,}"):
@@ -195,7 +213,7 @@ class TrainStep:
         for chunk in eager.chunks:
             chunk.train()
         all_reduce_(sums, eager.groups.world)
-        return _mean(sums)
+        return Evaluation(loss=_mean(sums), num_labels=round(sums[2].item()))
 
     def _warn_of_missing_grads(self) -> None:
         missing = tuple(self._eager.optimizer.missing_grads())
@@ -352,13 +370,18 @@ class EagerStep:
         extra = torch.cat((sums, *votes, self.predictions.extra(), self.experts.extra()))
         num_tokens = sums[1] if self.per_token else None
         return self.optimizer.step(
-            lr=lr, extra=extra, num_tokens=num_tokens, veto=veto, mean_limit=self._loss_limit
+            lr=lr,
+            extra=extra,
+            num_tokens=num_tokens,
+            veto=veto,
+            mean_limit=self._loss_limit,
+            count_at=2,
         )
 
     def split_extra(self, extra: Tensor) -> list[Tensor]:
         """Split ``StepResult.extra``: losses, votes, reports, multi-token losses, experts."""
         num_mtp = self.predictions.extra().numel()
-        sizes = [2, self._votes.numel(), self._reports.numel(), num_mtp]
+        sizes = [_NUM_SUMS, self._votes.numel(), self._reports.numel(), num_mtp]
         return list(torch.split(extra, [*sizes, extra.numel() - sum(sizes)]))
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
@@ -374,49 +397,53 @@ class EagerStep:
     def _make_forward_step(
         self, batches: Sequence[Microbatch], *, loss_scale: Tensor | float = 1.0
     ) -> Callable[[nn.Module, Tensor | None, int], StageOutput]:
-        counts = [self._num_tokens(batch) for batch in batches]
-        weighted = [
-            self._weighted(batch, count, loss_scale)
-            for batch, count in zip(batches, counts, strict=True)
-        ]
+        weighted = [self._weighted(batch, loss_scale) for batch in batches]
 
         def forward_step(chunk: nn.Module, hidden: Tensor | None, number: int) -> StageOutput:
             assert isinstance(chunk, Stage)
-            batch, num_tokens = weighted[number], counts[number]
+            batch = weighted[number]
             keep = (self._stages[chunk], number) not in self._recomputed
             output: Tensor = chunk(hidden, batch, keep_activations=keep)
             if output.dim() > 0:
                 return output
-            # Scale the mean loss of the unmasked tokens to its share of the step's loss.
-            loss = output * batch.loss_factor
-            return loss if num_tokens is None else (loss, num_tokens)
+            # Scale the mean loss of the labels that count to its share of the step's loss.
+            return output * batch.loss_factor, self._num_labels(batch)
 
         return forward_step
 
-    def _weighted(
-        self, batch: Microbatch, num_tokens: Tensor | None, loss_scale: Tensor | float
-    ) -> Microbatch:
+    def _weighted(self, batch: Microbatch, loss_scale: Tensor | float) -> Microbatch:
         """Attach loss factors to a microbatch: per token, or an equal share of the mean."""
-        if not self.per_token:
-            factor = loss_scale / self.num_microbatches
-            # Captured code reads the factor from a tensor, which must outlive the capture.
-            if batch.keys is not None and not isinstance(factor, Tensor):
-                if factor not in self._constants:
-                    self._constants[factor] = torch.full((), factor, device=self.device)
-                factor = self._constants[factor]
+        if self.per_token:
+            if batch.labels is None:
+                return batch  # of a stage that neither computes losses nor routes tokens
+            return replace(
+                batch,
+                loss_factor=self._num_labels(batch) * loss_scale,
+                label_factor=loss_scale,
+                sample_factors=self._sample_factors(batch) * loss_scale,
+            )
+        factor = loss_scale / self.num_microbatches
+        # Captured code reads the factor from a tensor, which must outlive the capture.
+        if batch.keys is not None and not isinstance(factor, Tensor):
+            if factor not in self._constants:
+                self._constants[factor] = torch.full((), factor, device=self.device)
+            factor = self._constants[factor]
+        cp_size = self.groups.cp.size
+        if batch.labels is None or cp_size == 1:
             return replace(batch, loss_factor=factor)
-        if num_tokens is None:
-            return batch  # of a stage that neither computes losses nor routes tokens
+        # The mean over the labels of the microbatch, of which this cp rank has some or none. Sums
+        # over cp ranks are averaged like those over data-parallel ranks.
+        label_factor = factor * cp_size / (batch.labels >= 0).sum().clamp(min=1)
         return replace(
             batch,
-            loss_factor=num_tokens * loss_scale,
-            sample_factors=self._sample_factors(batch) * loss_scale,
+            loss_factor=self._num_labels(batch) * label_factor,
+            label_factor=label_factor,
+            sample_factors=factor,
         )
 
-    def _num_tokens(self, batch: Microbatch) -> Tensor | None:
-        """Count the unmasked tokens of this rank's share of a microbatch, if they are weights."""
-        if not self.per_token or batch.labels is None:
-            return None
+    def _num_labels(self, batch: Microbatch) -> Tensor:
+        """Count the labels of this cp rank's share of a microbatch that count."""
+        assert batch.labels is not None
         return (self.chunks[0].region.share(batch.labels) >= 0).sum()
 
     def _sample_factors(self, batch: Microbatch) -> Tensor:
@@ -430,18 +457,22 @@ class EagerStep:
         return num_tokens_B.float() * (batch.shape[0] / self.groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Compute ``(sum of losses, number of steps or tokens)``, on one tp rank of the last stage.
+        """Compute ``(sum of losses, their weight, labels)``, on one tp rank of the last stage.
+
+        The weight is the number of labels with a mean per token, else that of steps.
 
         With two copies of the model, each last stage computes some of the step's microbatches.
         """
         if not losses or self.groups.tp.position != 0:
-            return torch.zeros(2, dtype=torch.float64, device=self.device)
+            return torch.zeros(_NUM_SUMS, dtype=torch.float64, device=self.device)
+        assert losses.num_tokens is not None
         total = torch.stack([loss / loss_scale for loss in losses]).double().sum()
+        num_labels = losses.num_tokens.double()
         part = torch.full_like(total, len(losses) / self.num_microbatches)
-        count = part if losses.num_tokens is None else losses.num_tokens
-        return torch.stack([total, count.double()])
+        return torch.stack([total, num_labels if self.per_token else part, num_labels])
 
 
 def _mean(sums: Tensor) -> float:
-    total, count = sums.tolist()
-    return float(total / count)
+    """Return the mean loss; NaN without labels."""
+    total, weight, num_labels = sums.tolist()
+    return float(total / weight) if num_labels > 0 else math.nan

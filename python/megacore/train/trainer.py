@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import ResolvedConfig
+from megacore.config import DebugConfig, ResolvedConfig
 from megacore.data import Samples, TrainingData, microbatch
 from megacore.data.loading import load_run_data
 from megacore.data.prefetch import Prefetch
@@ -53,7 +53,7 @@ from megacore.train.diagnosis import NonFiniteSearch
 from megacore.train.graphs import StepGraphs
 from megacore.train.memory import memory_bytes
 from megacore.train.meters import ExpertLoadMeter, MTPLossMeter
-from megacore.train.step import BatchSource, EagerStep, StepMetrics, TrainStep
+from megacore.train.step import BatchSource, EagerStep, Evaluation, StepMetrics, TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Trainer:
 
     def evaluate(
         self, *, whole: bool = False, on_batch: Callable[[], None] | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Evaluation]:
         """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches.
 
         With ``whole``, every sample of a set counts once; use ``train.loss_normalization`` "token".
@@ -161,10 +161,13 @@ class Trainer:
             for name, samples in self.data.validation.items()
         }
 
-    def mean_validation_loss(self, losses: Mapping[str, float]) -> float:
-        """Average the losses of the validation sets by their weights."""
+    def mean_validation_loss(self, found: Mapping[str, Evaluation]) -> float:
+        """Average the losses of the validation sets with labels by their weights; NaN without."""
         weights = self.data.validation_weights
+        losses = {name: each.loss for name, each in found.items() if each.num_labels > 0}
         total = sum(weights[name] for name in losses)
+        if total == 0.0:
+            return math.nan
         return sum(weights[name] * loss for name, loss in losses.items()) / total
 
     def layout_text(self) -> str:
@@ -283,12 +286,13 @@ def build_trainer(
         instances=instances,
         debug=config.debug,
     )
+    per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
         buffers,
         groups=groups,
         config=config.optimizer,
-        debug=config.debug,
+        debug=_with_scale_of_sums(config) if per_token else config.debug,
         modules=chunks,
         clock=clock,
     )
@@ -307,7 +311,7 @@ def build_trainer(
         experts=_watch_experts(config, chunks, groups, device=device),
         predictions=predictions,
         clock=clock,
-        per_token=(config.train.loss_normalization or data.default_normalization) == "token",
+        per_token=per_token,
         num_votes=NUM_VOTES,
         limits_loss=config.train.on_spike == "skip",
     )
@@ -331,6 +335,17 @@ def build_trainer(
         calls=calls,
         first_bytes=first_bytes,
     )
+
+
+def _with_scale_of_sums(config: ResolvedConfig) -> DebugConfig:
+    """Return ``[debug]`` with the initial loss scale of a sum over the tokens of a step.
+
+    With a mean per token, gradients are sums until the tokens of all ranks are counted: the scale
+    of the mean would overflow in the first steps.
+    """
+    tokens = config.train.global_batch_size * config.model.seq_length
+    scale = max(1.0, config.debug.loss_scale / 2.0 ** math.ceil(math.log2(tokens)))
+    return config.debug.model_copy(update={"loss_scale": scale})
 
 
 def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:
