@@ -18,7 +18,6 @@ CPP_MAY_INCLUDE = {
     "pipeline": {"base", "parallel"},
     "buffer": {"base", "parallel"},
     "moe": {"base", "parallel"},
-    "decode": {"base", "moe"},
     "layers": {"base", "moe"},
     "graph": {"base", "parallel"},
 }

@@ -13,7 +13,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from megacore.models.decode import MAX_SEQUENCES, Decoder, can_decode
 from megacore.models.gpt import GPTChunk
 from megacore.models.past import remembering
 from megacore.parallel.batch import Microbatch
@@ -132,7 +131,6 @@ def _stream(
     limit = model.shape.seq_length
     end = min(map(len, rows))
     begin = fed = max(0, end - limit)
-    native = Decoder(model) if len(rows) <= MAX_SEQUENCES and can_decode(model) else None
     was_training = model.training
     model.eval()
     try:
@@ -142,12 +140,9 @@ def _stream(
                     begin = fed = end - (limit + 1) // 2
                     for past in pasts:
                         past.clear()
-                if native is not None and fed > begin and end == fed + 1:
-                    logits_BV = native.logits([row[fed] for row in rows], pasts)
-                else:
-                    tokens_BS = torch.tensor([row[fed:end] for row in rows], device=model.device)
-                    batch = _batch(tokens_BS)
-                    logits_BV = model.logits(None, batch, last_only=True, start=fed - begin)[:, 0]
+                tokens_BS = torch.tensor([row[fed:end] for row in rows], device=model.device)
+                batch = _batch(tokens_BS)
+                logits_BV = model.logits(None, batch, last_only=True, start=fed - begin)[:, 0]
                 chosen = _choose(logits_BV, sampling, generators, [len(r) > end for r in rows])
                 for row, token in zip(rows, chosen, strict=True):
                     if token is not None:
