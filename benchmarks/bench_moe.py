@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from _common import header, keep_memory, on_gloo_ranks, options
-from megacore.config import Config, MoEConfig, load_config, resolve
+from megacore.config import Config, load_config, resolve
 from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, TopKRouter
 from megacore.moe.dispatchers import (
     Dispatcher,
@@ -44,6 +44,7 @@ from megacore.moe.dispatchers import (
     StaticDispatcher,
     static_receive_rows,
 )
+from megacore.moe.options import RouterOptions
 from megacore.ops import grouped_gemm, permute, sort_by_expert, swiglu, unpermute
 from megacore.ops.activations import swiglu_reference
 from megacore.ops.permutation import (
@@ -278,7 +279,7 @@ def our_layer(theirs: nn.Module, size: LayerSize) -> MoELayer:
     fc1 = weights["experts.gate_up_proj"].detach().clone()
     return MoELayer(
         router=TopKRouter(
-            MoEConfig(num_experts=size.experts, top_k=size.top_k),
+            RouterOptions(num_experts=size.experts, top_k=size.top_k),
             nn.Parameter(weights["gate.weight"].detach().clone()),
         ),
         dispatcher=LocalDispatcher(ExpertPlacement.of(ProcessGroups.single(), size.experts)),

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 
 from _common import header, options
 from megacore.buffers import make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
 from megacore.ops.linear import linear
 from megacore.optim import DistributedOptimizer
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 
@@ -96,7 +97,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> tuple[Step, str]:
     topology = Topology(world_size=dist.get_world_size())
     groups = ProcessGroups.create(topology, host_memory=host_memory)
-    config = OptimizerConfig(
+    options = OptimizerOptions(
         beta1=ADAMW["betas"][0],
         beta2=ADAMW["betas"][1],
         weight_decay=ADAMW["weight_decay"],
@@ -107,9 +108,9 @@ def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> 
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    debug = DebugConfig(bucket_numel=8_000_000)
-    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+    layout = BufferOptions(bucket_numel=8_000_000)
+    buffers = make_buffers(params, groups=groups, options=layout)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options, modules=[model])
 
     def step(x: Tensor) -> float:
         optimizer.zero_grads()

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
 from megacore.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from megacore.config import OptimizerConfig
-from megacore.optim import DistributedOptimizer
+from megacore.optim import DistributedOptimizer, OptimizerOptions
 from megacore.parallel import ParamInfo, ProcessGroups, Topology
 from megacore.pipeline import ActivationSpec, PipelineExecutor, build_schedule, receives_for
 
@@ -75,10 +74,10 @@ class Loop:
             )
             for name, param in self.chunk.named_parameters()
         ]
-        config = OptimizerConfig(overlap="all")
-        buffers = make_buffers(params, groups=groups, optimizer=config)
+        options = OptimizerOptions(overlap="all")
+        buffers = make_buffers(params, groups=groups)
         self.optimizer = DistributedOptimizer(
-            buffers, groups=groups, config=config, modules=[self.chunk]
+            buffers, groups=groups, options=options, modules=[self.chunk]
         )
         schedule = build_schedule(
             "1f1b", num_ranks=topology.pp, num_microbatches=self.num_microbatches

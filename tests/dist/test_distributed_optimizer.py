@@ -54,8 +54,8 @@ def make_optimizer(
 ) -> DistributedOptimizer:
     config = OptimizerConfig(**{"clip_grad": 0.0, **fields})
     debug = DebugConfig(bucket_numel=BUCKET_NUMEL)
-    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
-    return DistributedOptimizer(buffers, groups=groups, config=config)
+    buffers = make_buffers(params, groups=groups, options=config.buffer_options(debug))
+    return DistributedOptimizer(buffers, groups=groups, options=config.options(debug))
 
 
 def dp_groups(world_size: int, cp: int = 1, *, host_memory: bool = True) -> ProcessGroups:
@@ -284,8 +284,7 @@ def expert_mean(rank: int) -> Tensor:
     groups = ProcessGroups.create(Topology(world_size=4, ep=2))
     expert = nn.Parameter(torch.zeros(2))
     info = ParamInfo(name="expert", full_shape=(2,), tp_dim=None, expert=True)
-    config = OptimizerConfig(clip_grad=0.0)
-    buffers = make_buffers([(info, expert)], groups=groups, optimizer=config)
+    buffers = make_buffers([(info, expert)], groups=groups)
     buffers[0].main_grad(0).fill_(float(1 + rank))
     buffers[0].reduce_scatter_grads()
     start, end = buffers[0].plan.shard_range(0, dp_rank=groups.expert_dp.position)

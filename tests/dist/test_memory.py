@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from megacore.buffers import make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
 from megacore.optim import DistributedOptimizer, memory_row
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
 from megacore.parallel.params import ParamInfo
@@ -55,17 +56,14 @@ def grown(_rank: int, world_size: int, dtype: str, grads: Literal["float32", "pa
     barrier(groups.world)
     for layer in model:
         layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=getattr(torch, dtype)))
-    config = OptimizerConfig(
-        grad_dtype=grads,
-        overlap="all",
-    )
     params = [
         (ParamInfo(name=name, full_shape=(WIDTH, WIDTH), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    debug = DebugConfig(bucket_numel=2 * WIDTH * WIDTH)
-    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+    layout = BufferOptions(grad_dtype=grads, bucket_numel=2 * WIDTH * WIDTH)
+    buffers = make_buffers(params, groups=groups, options=layout)
+    options = OptimizerOptions(overlap="all")
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options, modules=[model])
     anonymous: list[int] = []
     for buffer in buffers:
         buffer.on_grad(lambda _: anonymous.append(memory_bytes()[0]))

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megacore.buffers import make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
+from megacore.config import OptimizerConfig
 from megacore.errors import ConfigError
 from megacore.optim import DistributedOptimizer, ParamGroup
+from megacore.optim.options import OptimizerOptions
 from megacore.optim.param_group import check_patterns
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.instances import HybridShardGroups
@@ -68,16 +70,14 @@ def test_powers_of_two_may_be_divided_before_or_after_the_sum() -> None:
 def pieces(_rank: int) -> tuple[list[tuple[str, int, int]], list[Tensor]]:
     groups = dp_groups(4)
     params = make_params(torch.float32)
-    config = OptimizerConfig()
     instances = HybridShardGroups.split(groups, 2)
     buffers = make_buffers(
         params,
         groups=groups,
-        optimizer=config,
+        options=BufferOptions(bucket_numel=300),
         instances=instances,
-        debug=DebugConfig(bucket_numel=300),
     )
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+    optimizer = DistributedOptimizer(buffers, groups=groups)
     backward(params, groups.rank, 0)
     optimizer.step(lr=0.1)
     found = [(piece.info.name, piece.start, piece.end) for piece in optimizer.pieces()]
@@ -121,10 +121,9 @@ def test_float16_learns_what_float32_learns() -> None:
 def scaled(_rank: int) -> tuple[list[bool], list[float], int, list[Tensor], list[Tensor]]:
     params = make_params(torch.float16)
     groups = dp_groups(2)
-    config = OptimizerConfig(clip_grad=0.0)
-    debug = DebugConfig(loss_scale=2.0**24, loss_scale_interval=2)
-    buffers = make_buffers(params, groups=groups, optimizer=config)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, debug=debug)
+    options = OptimizerOptions(clip_grad=0.0, loss_scale=2.0**24, loss_scale_interval=2)
+    buffers = make_buffers(params, groups=groups)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options)
     before = [param.detach().clone() for _, param in params]
     skipped, scales, frozen = [], [], before
     for _ in range(14):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from megacore.buffers import StaleWeightsError, make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
 from megacore.optim import DistributedOptimizer
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
 from megacore.train.trainer import build_trainer
@@ -116,10 +117,10 @@ def make_optimizer(
         (ParamInfo(name=name, full_shape=tuple(param.shape), tp_dim=None), param)
         for name, param in model.named_parameters()
     ]
-    config = OptimizerConfig(**fields)
-    debug = DebugConfig(bucket_numel=1)
-    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
-    return DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+    layout = BufferOptions(bucket_numel=1, grad_dtype=fields.pop("grad_dtype", "float32"))
+    buffers = make_buffers(params, groups=groups, options=layout)
+    options = OptimizerOptions(**fields)
+    return DistributedOptimizer(buffers, groups=groups, options=options, modules=[model])
 
 
 def one_step(model: nn.Module, optimizer: DistributedOptimizer, *, is_last: bool = True) -> None:
@@ -217,8 +218,8 @@ def test_a_parameter_outside_the_model_is_refused() -> None:
     model, other = TwoLayers(), nn.Linear(2, 2, bias=False)
     info = ParamInfo(name="lonely", full_shape=(2, 2), tp_dim=None)
     groups = ProcessGroups.single()
-    config = OptimizerConfig(overlap="params")
-    buffers = make_buffers([(info, other.weight)], groups=groups, optimizer=config)
+    options = OptimizerOptions(overlap="params")
+    buffers = make_buffers([(info, other.weight)], groups=groups)
     with pytest.raises(ValueError, match="lonely belongs to no module"):
-        DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+        DistributedOptimizer(buffers, groups=groups, options=options, modules=[model])
     assert issubclass(StaleWeightsError, RuntimeError)

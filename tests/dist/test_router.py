@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import MoEConfig
 from megacore.moe.balance import RouterGroups
+from megacore.moe.options import RouterOptions
 from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import all_reduce_
@@ -22,14 +22,14 @@ Kind = Literal["sequence", "batch"]
 
 
 def make_router(kind: Kind, groups: RouterGroups) -> TopKRouter:
-    config = MoEConfig(
+    config = RouterOptions(
         num_experts=EXPERTS,
         top_k=2,
         aux_loss_coef=0.5,
         aux_loss_type=kind,
         z_loss_coef=0.1,
         jitter=0.1,
-        expert_bias=0.25,
+        bias_rate=0.25,
     )
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1))
     return TopKRouter(config, nn.Parameter(weight), groups=groups, seed=3, layer=1)

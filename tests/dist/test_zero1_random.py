@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import ParamGradBuffer
-from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel.params import ParamInfo
 from tests.dist.test_distributed_optimizer import dp_groups
 from tests.support.clipping import clip_coefficient
@@ -106,15 +106,15 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
             distributed=case.distributed,
         )
         model = Model([param for _, param in params])
-        config = OptimizerConfig(
+        options = OptimizerOptions(
             clip_grad=case.clip_grad,
             overlap="all" if case.overlap else "none",
+            loss_scale=1.0,
         )
         optimizer = DistributedOptimizer(
             [buffer],
             groups=groups,
-            config=config,
-            debug=DebugConfig(loss_scale=1.0),
+            options=options,
             modules=[model],
         )
         norms = []
@@ -130,7 +130,7 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
 
 
 def train_alone(case: Case, world_size: int, norms: list[float]) -> list[Tensor]:
-    config = OptimizerConfig()
+    options = OptimizerOptions()
     finals = []
     for number, (info, param) in enumerate(make_params(case)):
         main = param.detach().float().flatten()
@@ -143,10 +143,10 @@ def train_alone(case: Case, world_size: int, norms: list[float]) -> list[Tensor]
             settings = AdamWSettings(
                 step=step + 1,
                 lr=LR,
-                beta1=config.beta1,
-                beta2=config.beta2,
-                eps=config.eps,
-                weight_decay=config.weight_decay if info.weight_decay else 0.0,
+                beta1=options.beta1,
+                beta2=options.beta2,
+                eps=options.eps,
+                weight_decay=options.weight_decay if info.weight_decay else 0.0,
                 grad_scale=clip_coefficient(norm, max_norm=case.clip_grad),
             )
             adamw_step_reference_(main, mean, exp_avg, exp_avg_sq, settings)

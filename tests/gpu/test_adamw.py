@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops import cuda_kernels, has_cuda_kernels
 from megacore.ops.optim import (
     AdamWSettings,
@@ -18,6 +17,7 @@ from megacore.ops.optim import (
     sum_of_squares,
 )
 from megacore.optim import DistributedOptimizer
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo
 from tests.support.gpu import synchronising_is_an_error
@@ -119,10 +119,10 @@ def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None
             ParamInfo(name=f"w{i}", full_shape=tuple(w.shape), tp_dim=None)
             for i, w in enumerate(weights)
         ]
-        config, groups = OptimizerConfig(clip_grad=0.0), ProcessGroups.single()
+        options, groups = OptimizerOptions(clip_grad=0.0), ProcessGroups.single()
         params = list(zip(infos, weights, strict=True))
         optimizer = DistributedOptimizer(
-            make_buffers(params, groups=groups, optimizer=config), groups=groups, config=config
+            make_buffers(params, groups=groups), groups=groups, options=options
         )
         for _ in range(3):
             optimizer.zero_grads()
@@ -135,10 +135,9 @@ def test_training_on_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None
 def test_a_step_is_decided_on_the_device_and_nothing_waits() -> None:
     weight = nn.Parameter(torch.linspace(-1, 1, 4096, device="cuda", dtype=torch.float16))
     info = ParamInfo(name="w", full_shape=(4096,), tp_dim=None)
-    config, groups = OptimizerConfig(), ProcessGroups.single()
-    buffers = make_buffers([(info, weight)], groups=groups, optimizer=config)
-    debug = DebugConfig(loss_scale=8.0)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, debug=debug)
+    options, groups = OptimizerOptions(loss_scale=8.0), ProcessGroups.single()
+    buffers = make_buffers([(info, weight)], groups=groups)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options)
     results, tokens = [], torch.ones((), device="cuda")
     for value in (1.0, float("inf"), 2.0):
         optimizer.zero_grads()

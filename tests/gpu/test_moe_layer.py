@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import MoEConfig
 from megacore.moe.dispatchers import Capacity, ExpertPlacement, StaticBudget, StaticDispatcher
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
+from megacore.moe.options import RouterOptions
 from megacore.moe.router import TokenNames, TopKRouter
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.gemm_cuda import takes_kernel
@@ -27,7 +27,7 @@ LOSSES: dict[str, Any] = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "jitter": 0
 POOLED: dict[str, Any] = {"aux_loss_coef": 0.1, "aux_loss_type": "batch"}
 DEEPSEEK: dict[str, Any] = {
     "score_function": "sigmoid",
-    "expert_bias": True,
+    "bias_rate": 1e-3,
     "num_groups": 4,
     "groups_top_k": 2,
     "scaling_factor": 2.5,
@@ -65,7 +65,7 @@ def make_layer(case: str) -> MoELayer:
     placement = ExpertPlacement.of(ProcessGroups.single(), EXPERTS)
     return MoELayer(
         router=TopKRouter(
-            MoEConfig(num_experts=EXPERTS, top_k=2, **settings), weight(EXPERTS, HIDDEN)
+            RouterOptions(num_experts=EXPERTS, top_k=2, **settings), weight(EXPERTS, HIDDEN)
         ),
         dispatcher=StaticDispatcher(placement, budget=StaticBudget(budget), capacity=capacity),
         experts=GroupedExperts(

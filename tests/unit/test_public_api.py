@@ -111,13 +111,13 @@ def _pairs(model: nn.Module) -> list[tuple[ParamInfo, nn.Parameter]]:
 def test_make_buffers_says_what_it_takes() -> None:
     model, groups = nn.Linear(2, 2), ProcessGroups.single()
     with pytest.raises(TypeError, match="must be pairs of ParamInfo and Parameter, got Parameter"):
-        make_buffers(list(model.parameters()), groups=groups, optimizer=OptimizerConfig())  # type: ignore[arg-type]
+        make_buffers(list(model.parameters()), groups=groups)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got str, Parameter at position 0; for a parameter"):
-        make_buffers(list(model.named_parameters()), groups=groups, optimizer=OptimizerConfig())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer must be a megacore.config.Optim.*, got Adam;"):
-        make_buffers(_pairs(model), groups=groups, optimizer=torch.optim.Adam)  # type: ignore[arg-type]
+        make_buffers(list(model.named_parameters()), groups=groups)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"options must be a megacore.buffers.BufferOptions, got Adam"):
+        make_buffers(_pairs(model), groups=groups, options=torch.optim.Adam)  # type: ignore[arg-type]
     # What the messages propose works.
-    assert make_buffers(_pairs(model), groups=groups, optimizer=OptimizerConfig())
+    assert make_buffers(_pairs(model), groups=groups)
 
 
 ACTIVATION = ActivationSpec(shape=(1, 1, 2), dtype=torch.float32, device="cpu")
@@ -146,9 +146,9 @@ def test_values_have_readable_texts() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     assert repr(schedule.simulate()) == "<Timeline: 2 ranks, makespan 9, bubble 33.3%>"
     assert repr(schedule.program(1)) == "<Program of rank 1 of 2: 8 actions, 2 microbatches>"
-    groups, config = ProcessGroups.single(), OptimizerConfig()
-    buffers = make_buffers(_pairs(nn.Linear(2, 2)), groups=groups, optimizer=config)
-    text = repr(DistributedOptimizer(buffers, groups=groups, config=config))
+    groups = ProcessGroups.single()
+    buffers = make_buffers(_pairs(nn.Linear(2, 2)), groups=groups)
+    text = repr(DistributedOptimizer(buffers, groups=groups))
     assert text.startswith("<DistributedOptimizer: ")
     assert "in 1 buffers, sharded state of" in text
     result = StepResult(torch.tensor([5.0, 0.0, 2.0], dtype=torch.float64))
@@ -164,7 +164,7 @@ def test_values_have_readable_texts() -> None:
         (lambda: resolve(Config(), 0), "world_size must be at least 1, got 0"),
         (
             lambda: TopKRouter({}, nn.Parameter(torch.eye(2))),
-            "config must be .*MoEConfig, got dict",
+            "options must be a megacore.moe.RouterOptions, got dict",
         ),
         (
             lambda: GPTShape.from_config({}),

@@ -1,15 +1,25 @@
-"""Contiguous storage for parameters and gradients, and its layout plan."""
+"""Contiguous storage for parameters and gradients, and its layout plan.
+
+Names that need torch are imported on first use.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megacore.buffers.bucket_plan import Bucket, BufferPlan, ShardPiece, plan_buckets
-from megacore.buffers.grad_reducer import GradReducer
-from megacore.buffers.make_buffers import buffer_kind, make_buffers
-from megacore.buffers.param_gatherer import ParamGatherer, StaleWeightsError
-from megacore.buffers.param_grad_buffer import ParamGradBuffer
+from megacore.buffers.options import BufferOptions
+from megacore.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megacore.buffers.assign import buffer_kind, make_buffers
+    from megacore.buffers.grad_reducer import GradReducer
+    from megacore.buffers.param_gatherer import ParamGatherer, StaleWeightsError
+    from megacore.buffers.param_grad_buffer import ParamGradBuffer
 
 __all__ = [
     "Bucket",
+    "BufferOptions",
     "BufferPlan",
     "GradReducer",
     "ParamGatherer",
@@ -20,3 +30,14 @@ __all__ = [
     "make_buffers",
     "plan_buckets",
 ]
+
+_MODULES = {
+    "GradReducer": "grad_reducer",
+    "ParamGatherer": "param_gatherer",
+    "ParamGradBuffer": "param_grad_buffer",
+    "StaleWeightsError": "param_gatherer",
+    "buffer_kind": "assign",
+    "make_buffers": "assign",
+}
+
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megacore.checkpoint.format import (
 )
 from megacore.errors import CheckpointError
 from megacore.parallel.process_groups import ProcessGroups
+from megacore.suggest import closest_matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def _first_line(file: Path) -> str:
 def _suggest(path: Path) -> str:
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    close = closest_matches(path.name, names, count=3)
     if folder == path.absolute().parent and close:
         return "; did you mean " + " or ".join(str(path.parent / name) for name in close) + "?"
     shown = ", ".join(sorted(names)[:6]) or "no folders"

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megacore.config import did_you_mean, setting_homes, split_overrides
+from megacore.config import setting_homes, split_overrides
 from megacore.errors import ConfigError, MegacoreError, PeerLostError, printable
+from megacore.suggest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

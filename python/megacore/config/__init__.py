@@ -14,7 +14,6 @@ from megacore.config.layers import layers_of_stages, mtp_stage, stages_of_ranks
 from megacore.config.load import (
     FOLDER_OF_FILE,
     config_from_values,
-    did_you_mean,
     load_config,
     setting_homes,
     split_overrides,
@@ -35,7 +34,6 @@ from megacore.config.run import RunConfig
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import config_to_toml
 from megacore.config.train import TrainSectionConfig
-from megacore.config.words import closest_matches
 
 __all__ = [
     "FOLDER_OF_FILE",
@@ -59,10 +57,8 @@ __all__ = [
     "SourceConfig",
     "TrainSectionConfig",
     "check_rules",
-    "closest_matches",
     "config_from_values",
     "config_to_toml",
-    "did_you_mean",
     "duration_s",
     "layers_of_stages",
     "load_config",

@@ -20,8 +20,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from megacore.config.renamed import DEPRECATED, REMOVED
-from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
+from megacore.suggest import closest_matches
 
 MAX_SIZE = 1 << 31
 MAX_TIMEOUT_S = 7 * 86400.0

@@ -29,8 +29,8 @@ from megacore.config.renamed import (
 )
 from megacore.config.sections import Config, section_classes
 from megacore.config.toml_file import read_toml, toml_value
-from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
+from megacore.suggest import closest_matches, did_you_mean
 
 Overrides = Sequence[tuple[str, str]]
 
@@ -263,17 +263,6 @@ def join_problems(problems: Sequence[str]) -> str:
         return problems[0]
     lines = "".join(f"\n  {problem}" for problem in problems)
     return f"{len(problems)} problems in the configuration:{lines}"
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return ``"; did you mean X?"`` if a known word is close, else ``""``.
-
-    Example:
-        >>> did_you_mean("tarin", ["train", "plan"])
-        '; did you mean train?'
-    """
-    close = closest_matches(word, known, count=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # ---- overrides -----------------------------------------------------------------------------------

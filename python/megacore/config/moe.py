@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from megacore._core import DEFAULT_TOLERANCE
 from megacore.config.base import Section, check_pattern, letter_of_layer
+from megacore.config.debug import DebugConfig
+from megacore.moe.options import EchoOptions, RouterOptions
+
+if TYPE_CHECKING:
+    from megacore.moe.dispatchers.capacity import Capacity
 
 
 class EchoConfig(Section):
@@ -52,24 +57,15 @@ class EchoConfig(Section):
         "the mean load. Default: the guarantee of the planner.",
     )
 
-    def guaranteed_factor(self, experts_per_rank: int) -> float | None:
-        """Compute the bound of max load over mean load for any routing; ``None`` if unknown.
-
-        It is the load at which the balanced planner stops (``tolerance``, ``min_imbalance``), but
-        at least the one that no planner can prevent with fewer slots than experts per rank. The
-        planner is within one percent of the latter on the loads that need it.
-
-        Example:
-            >>> EchoConfig(num_spare_slots=4).guaranteed_factor(4)
-            1.01
-            >>> EchoConfig(num_spare_slots=1).guaranteed_factor(4)
-            1.5625
-        """
-        if self.planner != "balanced" or self.num_spare_slots == 0:
-            return None
-        share = min(1.0, self.num_spare_slots / experts_per_rank)
-        worst = (1.0 + share) ** 2 / (4.0 * share)
-        return max(worst, 1.0 + self.tolerance, self.min_imbalance)
+    def options(self) -> EchoOptions:
+        """Return the options of slots and planner."""
+        return EchoOptions(
+            num_spare_slots=self.num_spare_slots,
+            planner=self.planner,
+            tolerance=self.tolerance,
+            min_imbalance=self.min_imbalance,
+            domain_size=self.domain_size,
+        )
 
 
 class MoEConfig(Section):
@@ -200,7 +196,7 @@ class MoEConfig(Section):
         """
         if self.echo.receive_budget is not None:
             return self.echo.receive_budget
-        return self.echo.guaranteed_factor(experts_per_rank) or self.first_budget
+        return self.echo.options().guaranteed_factor(experts_per_rank) or self.first_budget
 
     @property
     def expert_bias_rate(self) -> float | None:
@@ -224,15 +220,38 @@ class MoEConfig(Section):
         """Rows of a ``static`` buffer over the fair share; 1 if the capacity determines them."""
         return 1.0 if isinstance(self.static_budget, str) else self.static_budget
 
-    @property
-    def softmax_after_top_k(self) -> bool:
-        """True if logits rank experts and weights are the softmax over the chosen ones."""
-        return self.score_function == "softmax_after_top_k"
+    def router_options(self, debug: DebugConfig) -> RouterOptions:
+        """Return the options of the routers.
 
-    @property
-    def group_score_top(self) -> int:
-        """Number of highest scores whose sum is a group's score, as in DeepSeek-V2 and V3."""
-        return 2 if self.score_function == "sigmoid" else 1
+        Raises:
+            ValueError: If ``top_k`` experts cannot be chosen.
+        """
+        return RouterOptions(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            score_function=self.score_function,
+            normalize=self.normalize,
+            scaling_factor=self.scaling_factor,
+            num_groups=self.num_groups,
+            groups_top_k=self.groups_top_k,
+            bias_rate=self.expert_bias_rate,
+            aux_loss_coef=self.aux_loss_coef,
+            aux_loss_type=self.aux_loss_type,
+            z_loss_coef=self.z_loss_coef,
+            jitter=self.jitter,
+            force_balanced=debug.force_balanced,
+            fp32=debug.router_fp32,
+        )
+
+    def capacity(self, debug: DebugConfig) -> Capacity | None:
+        """Return the limit of copies per expert, if there is one; imports torch."""
+        from megacore.moe.dispatchers.capacity import Capacity
+
+        if self.capacity_factor is None:
+            return None
+        return Capacity(
+            factor=self.capacity_factor, drop_by=debug.drop_by, pad=self.pads_to_capacity
+        )
 
     @property
     def gated(self) -> bool:
@@ -247,7 +266,7 @@ class MoEConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_experts > 0:
-            self._check_choices()
+            self.router_options(DebugConfig())  # raises if the choices are inconsistent
         is_padded = self.pads_to_capacity
         if is_padded and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(
@@ -279,29 +298,3 @@ class MoEConfig(Section):
                 "shared_gate needs a shared expert; set shared_ffn_hidden_size above 0"
             )
         return self
-
-    def _check_choices(self) -> None:
-        num_experts, num_groups = self.num_experts, self.num_groups
-        if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k}: with num_experts = {num_experts} it must lie in "
-                f"[1, {num_experts}]"
-            )
-        if num_experts % num_groups != 0:
-            legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ValueError(
-                f"num_groups = {num_groups} does not divide num_experts = {num_experts}; use one "
-                f"of {legal}"
-            )
-        if self.groups_top_k > num_groups:
-            raise ValueError(
-                f"groups_top_k = {self.groups_top_k}: with num_groups = {num_groups} it must lie "
-                f"in [1, {num_groups}]"
-            )
-        group_size = num_experts // num_groups
-        if self.top_k > self.groups_top_k * group_size:
-            raise ValueError(
-                f"top_k = {self.top_k}, but {self.groups_top_k} groups of {group_size} experts "
-                f"offer {self.groups_top_k * group_size}; groups_top_k must be at least "
-                f"{-(-self.top_k // group_size)}"
-            )

@@ -6,7 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from megacore.buffers.options import BufferOptions
 from megacore.config.base import Section
+from megacore.config.debug import DebugConfig
+from megacore.optim.options import OptimizerOptions, RateOptions
 
 
 class OptimizerConfig(Section):
@@ -65,15 +68,39 @@ class OptimizerConfig(Section):
         "next forward pass (`params`), or both (`all`).",
     )
 
-    @property
-    def overlaps_grads(self) -> bool:
-        """Return whether gradients are reduced during the backward pass."""
-        return self.overlap in ("grads", "all")
+    def options(self, debug: DebugConfig) -> OptimizerOptions:
+        """Return the options of the optimizer."""
+        return OptimizerOptions(
+            weight_decay=self.weight_decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            clip_grad=self.clip_grad,
+            moments_dtype=self.moments_dtype,
+            overlap=self.overlap,
+            loss_scale=debug.loss_scale,
+            loss_scale_interval=debug.loss_scale_interval,
+        )
 
-    @property
-    def overlaps_params(self) -> bool:
-        """Return whether parameters are gathered during the forward pass."""
-        return self.overlap in ("params", "all")
+    def buffer_options(self, debug: DebugConfig) -> BufferOptions:
+        """Return the options of gradient buffers."""
+        return BufferOptions(
+            distributed=self.distributed,
+            grad_dtype=self.grad_dtype,
+            bucket_numel=debug.bucket_numel,
+            pad_for_ring=debug.pad_for_ring,
+            average_in_collective=debug.average_in_collective,
+        )
+
+    def rate_options(self) -> RateOptions:
+        """Return the shape of the learning rate."""
+        return RateOptions(
+            lr=self.lr,
+            min_lr=self.min_lr,
+            warmup_steps=self.warmup_steps,
+            schedule=self.schedule,
+            decay_steps=self.decay_steps,
+        )
 
     @property
     def distributed(self) -> bool:
@@ -84,11 +111,6 @@ class OptimizerConfig(Section):
     def sharded_instances(self) -> int:
         """Instances that shard the state; 1 without sharding, where all ranks form one."""
         return self.num_instances if isinstance(self.num_instances, int) else 1
-
-    @property
-    def grads_like_params(self) -> bool:
-        """True if gradients have the number format of the parameters."""
-        return self.grad_dtype != "float32"
 
     def default_decay_steps(self, steps: int) -> int:
         """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""

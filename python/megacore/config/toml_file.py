@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 from megacore.config.base import split_key
 from megacore.config.renamed import table_of
 from megacore.config.sections import Config, section_classes
-from megacore.config.words import closest_matches
 from megacore.errors import ConfigError
+from megacore.suggest import closest_matches
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

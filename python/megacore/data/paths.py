@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacore.config import closest_matches
+from megacore.suggest import closest_matches
 
 
 def missing_path(what: str, path: Path, *, names: Sequence[str] = ()) -> str:

@@ -167,7 +167,7 @@ class GraphedScope(nn.Module):
     def _reads_factor(self) -> bool:
         router = self._router
         return (
-            router is not None and max(router.config.aux_loss_coef, router.config.z_loss_coef) > 0
+            router is not None and max(router.options.aux_loss_coef, router.options.z_loss_coef) > 0
         )
 
     @property

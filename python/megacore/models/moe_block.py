@@ -17,7 +17,6 @@ from megacore.models.layers import ModelContext
 from megacore.models.mappings import Region, gather_sequence, scatter_sequence
 from megacore.moe.balance import RouterGroups
 from megacore.moe.dispatchers import (
-    Capacity,
     Dispatcher,
     ExpertPlacement,
     Peers,
@@ -55,7 +54,7 @@ class MoEBlock(nn.Module):
         moe, groups, region = context.moe, context.groups, context.region
         self.token_region = Region(group=region.group, sequence_parallel=True, cp=region.cp)
         router = TopKRouter(
-            moe,
+            moe.router_options(context.debug),
             context.params.normal(
                 ParamInfo(
                     name=f"{name}.router",
@@ -75,8 +74,6 @@ class MoEBlock(nn.Module):
             ),
             seed=context.params.seed,
             layer=layer,
-            force_balanced=context.debug.force_balanced,
-            router_fp32=context.debug.router_fp32,
         )
         echo = _echo(context)
         is_split = region.sequence_parallel or region.group.size == 1
@@ -212,10 +209,10 @@ def _echo(context: ModelContext) -> Echo | None:
         tries_memory = context.peers is not None
     return Echo(
         placement,
-        moe.echo,
+        moe.echo.options(),
         ep=groups.ep,
         slots=context.slots,
-        capacity=Capacity.of(moe, context.debug),
+        capacity=moe.capacity(context.debug),
         budget=budget,
         tries_memory=tries_memory,
         device=device,
@@ -226,11 +223,11 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
     moe, budget, peers = context.moe, context.budget, context.peers
     if echo is not None:  # applies the capacity before it chooses clones
         return make_dispatcher(
-            moe, echo.places, budget=budget, peers=peers, receive_rows=echo.receive_rows
+            moe.dispatcher, echo.places, budget=budget, peers=peers, receive_rows=echo.receive_rows
         )
     placement = ExpertPlacement.of(context.groups, moe.num_experts)
     return make_dispatcher(
-        moe, placement, budget=budget, peers=peers, capacity=Capacity.of(moe, context.debug)
+        moe.dispatcher, placement, budget=budget, peers=peers, capacity=moe.capacity(context.debug)
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megacore.lazy import lazy_names
 from megacore.moe.echo.plan import OffloadPlan, plan_offload
+from megacore.moe.options import EchoOptions, RouterOptions
 
 if TYPE_CHECKING:
     from megacore.moe.balance import RouterGroups
@@ -37,12 +38,14 @@ __all__ = [
     "AllToAllDispatcher",
     "DevicePlan",
     "Dispatcher",
+    "EchoOptions",
     "ExpertPlacement",
     "GroupedExperts",
     "LocalDispatcher",
     "MoELayer",
     "OffloadPlan",
     "RouterGroups",
+    "RouterOptions",
     "RoutingLog",
     "RoutingResult",
     "StaticDispatcher",

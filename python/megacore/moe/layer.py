@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         self._scatter_tokens = scatter_tokens
         self._gather_tokens = gather_tokens
         self.echo = echo
-        zeros = router.weight.detach().new_zeros(router.config.num_experts, dtype=torch.int64)
+        zeros = router.weight.detach().new_zeros(router.options.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", zeros, persistent=False)
         self.register_buffer("num_dropped", zeros.new_zeros(()), persistent=False)
         self.register_buffer("num_over_budget", zeros.new_zeros(()), persistent=False)

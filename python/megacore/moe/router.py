@@ -13,8 +13,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacore.config import MoEConfig
-from megacore.config.base import require_section
 from megacore.moe.balance import (
     RouterGroups,
     inject_gradient,
@@ -24,10 +22,12 @@ from megacore.moe.balance import (
     spans_ranks,
     z_loss,
 )
+from megacore.moe.options import RouterOptions
 from megacore.ops import top_k
 from megacore.ops.counter_random import StepKeys, key_of, token_numbers, uniform
 from megacore.ops.recompute import RecomputeCache
 from megacore.ops.routing import TINY, RouterLosses, has_kernel, route
+from megacore.options import check_options
 from megacore.parallel.collectives import all_reduce_
 
 _T = TypeVar("_T")
@@ -80,25 +80,23 @@ class TopKRouter(nn.Module):
     """Router that scores the experts for each token and chooses the best k.
 
     Args:
-        config: Options; the router reads those from `score_function` on, `num_experts` and `top_k`.
+        options: Choice of experts and losses.
         weight: The router's matrix, ``(E, H)``. It is replicated over tp; with sequence parallelism
             its gradient must be summed over tp.
         bias: Added to the logits, ``(E,)``; its gradient is summed like the matrix's.
         groups: Groups that hold the other tokens.
         seed: Seed of the run, for jitter.
         layer: Global index of the layer, for jitter.
-        force_balanced: Assign tokens to experts in turn, regardless of scores; for benchmarks.
-        router_fp32: Compute logits in float32, regardless of the dtype of tokens.
 
     Attributes:
         expert_bias: ``(E,)``, float32, a buffer of the module; ``None`` without
-            ``config.expert_bias``. Training state, saved in checkpoints.
+            ``options.bias_rate``. Training state, saved in checkpoints.
         tokens_seen: ``(E,)``, int64: choices per expert in training since the last update of the
             bias. Not saved: it is zero between steps.
         tape: Records or replays decisions in training, if set. ``names`` is then required.
 
     Example:
-        >>> router = TopKRouter(MoEConfig(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
+        >>> router = TopKRouter(RouterOptions(num_experts=2, top_k=1), nn.Parameter(torch.eye(2)))
         >>> routed = router(torch.tensor([[3.0, 1.0], [0.0, 2.0]]))
         >>> routed.expert_ids.tolist(), routed.probs.tolist()
         ([[0], [1]], [[1.0], [1.0]])
@@ -109,54 +107,50 @@ class TopKRouter(nn.Module):
 
     def __init__(
         self,
-        config: MoEConfig,
+        options: RouterOptions,
         weight: nn.Parameter,
         *,
         bias: nn.Parameter | None = None,
         groups: RouterGroups | None = None,
         seed: int = 0,
         layer: int = 0,
-        force_balanced: bool = False,
-        router_fp32: bool = True,
     ) -> None:
         super().__init__()
-        require_section(config, MoEConfig, "config")
-        if weight.dim() != 2 or weight.shape[0] != config.num_experts:
+        check_options(options, RouterOptions, "options")
+        if weight.dim() != 2 or weight.shape[0] != options.num_experts:
             raise ValueError(
-                f"weight has shape {tuple(weight.shape)}; expected ({config.num_experts}, H)"
+                f"weight has shape {tuple(weight.shape)}; expected ({options.num_experts}, H)"
             )
-        self.config = config
+        self.options = options
         self.weight = weight
         self.bias = bias
         self.groups = RouterGroups() if groups is None else groups
         self.seed = seed
         self.layer = layer
-        self.force_balanced = force_balanced
-        self.router_fp32 = router_fp32
         self.tape: Tape | None = None
         self._rule: dict[str, Any] = {
-            "top_k": config.top_k,
-            "is_sigmoid": config.score_function == "sigmoid",
-            "softmax_after_top_k": config.softmax_after_top_k,
-            "normalize": config.normalize,
-            "scaling": config.scaling_factor,
+            "top_k": options.top_k,
+            "is_sigmoid": options.score_function == "sigmoid",
+            "softmax_after_top_k": options.softmax_after_top_k,
+            "normalize": options.normalize,
+            "scaling": options.scaling_factor,
         }
-        zeros = weight.detach().new_zeros(config.num_experts, dtype=torch.float32)
-        biased = config.expert_bias_rate is not None
+        zeros = weight.detach().new_zeros(options.num_experts, dtype=torch.float32)
+        biased = options.bias_rate is not None
         self.register_buffer("expert_bias", zeros if biased else None)
         self.register_buffer("tokens_seen", zeros.long() if biased else None, persistent=False)
 
     @property
     def uses_names(self) -> bool:
         """Return whether a call now depends on the identifiers of its tokens."""
-        config = self.config
-        in_training = config.jitter > 0.0 or self.tape is not None
-        return self.force_balanced or (self.training and in_training)
+        options = self.options
+        in_training = options.jitter > 0.0 or self.tape is not None
+        return self.options.force_balanced or (self.training and in_training)
 
     @property
     def random_uses(self) -> tuple[str, ...]:
         """Purposes of the router's random numbers, as `StepKeys` identifies them."""
-        if self.config.jitter == 0.0:
+        if self.options.jitter == 0.0:
             return ()
         return (f"router jitter|{self.seed}|{{step}}|{self.layer}",)
 
@@ -198,33 +192,33 @@ class TopKRouter(nn.Module):
             raise ValueError(
                 f"hidden has shape {tuple(hidden.shape)}; expected (S, B, {self.weight.shape[1]})"
             )
-        config = self.config
+        options = self.options
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
-        num_pools = hidden.shape[1] if config.aux_loss_type == "sequence" else 1
+        num_pools = hidden.shape[1] if options.aux_loss_type == "sequence" else 1
         if expert_ids is None and self._is_fused(logits, num_pools):
             return self._route(logits_SBE, num_pools, loss_factor=loss_factor, memo=memo)
-        scores = _scores(logits, config)
+        scores = _scores(logits, options)
         if expert_ids is None:
             expert_ids = _once(memo, lambda: self._decide(logits, scores.detach(), names))
-        elif expert_ids.shape != (logits.shape[0], config.top_k):
+        elif expert_ids.shape != (logits.shape[0], options.top_k):
             raise ValueError(
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
-                f"({logits.shape[0]}, {config.top_k})"
+                f"({logits.shape[0]}, {options.top_k})"
             )
-        probs = _weights(logits, scores, expert_ids, config)
+        probs = _weights(logits, scores, expert_ids, options)
         aux_value = z_value = None
         if self.training:
             self._count(expert_ids, memo)
-            if config.aux_loss_coef > 0.0:
+            if options.aux_loss_coef > 0.0:
                 own, value = load_balancing_loss(
-                    _normalized(scores, config).view_as(logits_SBE),
-                    expert_ids.view(*logits_SBE.shape[:2], config.top_k),
-                    kind=config.aux_loss_type,
+                    _normalized(scores, options).view_as(logits_SBE),
+                    expert_ids.view(*logits_SBE.shape[:2], options.top_k),
+                    kind=options.aux_loss_type,
                     groups=self.groups,
                     memo=memo,
                 )
-                own, aux_value = own * config.aux_loss_coef, value * config.aux_loss_coef
+                own, aux_value = own * options.aux_loss_coef, value * options.aux_loss_coef
                 probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
             probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
         return RoutingResult(
@@ -236,11 +230,11 @@ class TopKRouter(nn.Module):
 
     def _is_fused(self, logits: Tensor, num_pools: int) -> bool:
         """Return whether one operation makes the decisions: none is replaced or by groups."""
-        config = self.config
+        options = self.options
         return (
-            has_kernel(logits, config.top_k, num_pools)
-            and not self.force_balanced
-            and config.groups_top_k >= config.num_groups
+            has_kernel(logits, options.top_k, num_pools)
+            and not self.options.force_balanced
+            and options.groups_top_k >= options.num_groups
             and (self.tape is None or not self.training)
         )
 
@@ -253,9 +247,9 @@ class TopKRouter(nn.Module):
         memo: RecomputeCache | None,
     ) -> RoutingResult:
         """Route by one operation, which has the losses too, for `forward`."""
-        config = self.config
+        options = self.options
         losses = None
-        if self.training and max(config.aux_loss_coef, config.z_loss_coef) > 0.0:
+        if self.training and max(options.aux_loss_coef, options.z_loss_coef) > 0.0:
             losses = self._losses(logits_SBE, num_pools, loss_factor, memo)
         is_replay = memo is not None and memo.is_replay
         routed = route(
@@ -270,13 +264,13 @@ class TopKRouter(nn.Module):
         if memo and not is_replay:
             memo.once(lambda: routed.ids)
         aux_value = z_value = None
-        if losses is not None and config.aux_loss_coef > 0.0:
+        if losses is not None and options.aux_loss_coef > 0.0:
             aux_value = routed.losses[0]
-            if spans_ranks(self.groups, config.aux_loss_type):
+            if spans_ranks(self.groups, options.aux_loss_type):
                 stats = _once(memo, lambda: self._reduced(routed.stats))
                 losses.counts = stats[0]
                 aux_value = (stats[0] * stats[1]).sum() * losses.aux_scale
-        if losses is not None and config.z_loss_coef > 0.0:
+        if losses is not None and options.z_loss_coef > 0.0:
             z_value = routed.losses[1]
         return RoutingResult(
             probs=routed.probs, expert_ids=routed.ids, aux_loss=aux_value, z_loss=z_value
@@ -289,27 +283,27 @@ class TopKRouter(nn.Module):
         loss_factor: float | Tensor,
         memo: RecomputeCache | None,
     ) -> RouterLosses:
-        config, losses = self.config, RouterLosses()
+        options, losses = self.options, RouterLosses()
         length, batch, num_experts = logits_SBE.shape
-        if config.aux_loss_coef > 0.0:
+        if options.aux_loss_coef > 0.0:
             losses.aux_factor = self._pool_factor(loss_factor, memo)
             losses.aux_scale, losses.aux_slope = scales_of_pools(
                 num_pools=num_pools,
                 num_tokens=length * batch // max(1, num_pools),
                 num_experts=num_experts,
-                top_k=config.top_k,
-                kind=config.aux_loss_type,
+                top_k=options.top_k,
+                kind=options.aux_loss_type,
                 groups=self.groups,
-                coef=config.aux_loss_coef,
+                coef=options.aux_loss_coef,
             )
-        if config.z_loss_coef > 0.0:
+        if options.z_loss_coef > 0.0:
             losses.z_factor = loss_factor
-            losses.z_scale = config.z_loss_coef / max(1, length * batch)
+            losses.z_scale = options.z_loss_coef / max(1, length * batch)
             losses.z_slope = losses.z_scale / self.groups.sequence_parallel.size
         return losses
 
     def _reduced(self, stats: Tensor) -> Tensor:
-        reduce_stats(stats, kind=self.config.aux_loss_type, groups=self.groups)
+        reduce_stats(stats, kind=self.options.aux_loss_type, groups=self.groups)
         return stats
 
     def _count(self, expert_ids: Tensor, memo: RecomputeCache | None) -> None:
@@ -320,7 +314,7 @@ class TopKRouter(nn.Module):
     def _with_z_loss(
         self, probs: Tensor, logits_SBE: Tensor, loss_factor: float | Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        coef = self.config.z_loss_coef
+        coef = self.options.z_loss_coef
         if coef == 0.0:
             return probs, None
         own, value = z_loss(logits_SBE, groups=self.groups)
@@ -330,7 +324,7 @@ class TopKRouter(nn.Module):
         """Compute the gradient factor of the load-balancing loss for its pool."""
         if not isinstance(factor, Tensor) or factor.dim() == 0:
             return factor
-        if self.config.aux_loss_type == "sequence":
+        if self.options.aux_loss_type == "sequence":
             return factor
 
         def mean_over_ranks() -> Tensor:
@@ -344,9 +338,9 @@ class TopKRouter(nn.Module):
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
         weight = self.weight
-        if self.router_fp32 and hidden_SBH.dtype.itemsize < 4:
+        if self.options.fp32 and hidden_SBH.dtype.itemsize < 4:
             hidden_SBH = hidden_SBH.float()
-        if self.training and self.config.jitter > 0.0:
+        if self.training and self.options.jitter > 0.0:
             hidden_SBH = self._jitter(hidden_SBH, names)
         bias = None if self.bias is None else self.bias.to(hidden_SBH.dtype)
         logits = nn.functional.linear(hidden_SBH, weight.to(hidden_SBH.dtype), bias)
@@ -363,7 +357,7 @@ class TopKRouter(nn.Module):
             positions_S=names.positions_S,
             num_features=hidden_SBH.shape[2],
         )
-        factor = (uniform(numbers) * 2.0 - 1.0).mul_(self.config.jitter).add_(1.0)
+        factor = (uniform(numbers) * 2.0 - 1.0).mul_(self.options.jitter).add_(1.0)
         return hidden_SBH * factor.to(hidden_SBH.dtype)
 
     def _decide(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
@@ -374,15 +368,15 @@ class TopKRouter(nn.Module):
         return self.tape.choose(self.layer, names, lambda: self._choose(logits, scores, names))
 
     def _choose(self, logits: Tensor, scores: Tensor, names: TokenNames | None) -> Tensor:
-        config = self.config
-        if self.force_balanced:
-            return _balanced_choices(logits, config, names)
-        ranked = logits.detach() if config.softmax_after_top_k else scores
+        options = self.options
+        if self.options.force_balanced:
+            return _balanced_choices(logits, options, names)
+        ranked = logits.detach() if options.softmax_after_top_k else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
-        if config.groups_top_k < config.num_groups:
-            ranked = _only_best_groups(ranked, config)
-        return top_k(ranked, config.top_k)
+        if options.groups_top_k < options.num_groups:
+            ranked = _only_best_groups(ranked, options)
+        return top_k(ranked, options.top_k)
 
 
 @torch.no_grad()
@@ -403,8 +397,8 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         Wang et al., arXiv:2408.15664.
 
     Example:
-        >>> config = MoEConfig(num_experts=2, top_k=1, expert_bias=True)
-        >>> router = TopKRouter(config, nn.Parameter(torch.eye(2)))
+        >>> options = RouterOptions(num_experts=2, top_k=1, bias_rate=1e-3)
+        >>> router = TopKRouter(options, nn.Parameter(torch.eye(2)))
         >>> _ = router(torch.tensor([[3.0, 1.0], [2.0, 1.0]]))
         >>> update_expert_biases([router])
         >>> [round(x, 4) for x in router.expert_bias.tolist()], router.tokens_seen.tolist()
@@ -421,8 +415,8 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
     for router, sign in zip(biased, missing, strict=True):
         assert router.expert_bias is not None
         assert router.tokens_seen is not None
-        assert router.config.expert_bias_rate is not None
-        router.expert_bias += router.config.expert_bias_rate * sign
+        assert router.options.bias_rate is not None
+        router.expert_bias += router.options.bias_rate * sign
         router.tokens_seen.zero_()
 
 
@@ -434,44 +428,44 @@ def _unknown() -> Tensor:
     raise RuntimeError("megacore bug: a decision is replayed that was not kept")
 
 
-def _scores(logits: Tensor, config: MoEConfig) -> Tensor:
-    return logits.sigmoid() if config.score_function == "sigmoid" else logits.softmax(-1)
+def _scores(logits: Tensor, options: RouterOptions) -> Tensor:
+    return logits.sigmoid() if options.score_function == "sigmoid" else logits.softmax(-1)
 
 
-def _normalized(scores: Tensor, config: MoEConfig) -> Tensor:
+def _normalized(scores: Tensor, options: RouterOptions) -> Tensor:
     """Normalize scores to a sum of 1 for each token."""
-    if config.score_function != "sigmoid":
+    if options.score_function != "sigmoid":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + TINY)
 
 
-def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, config: MoEConfig) -> Tensor:
-    if config.softmax_after_top_k:
+def _weights(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: RouterOptions) -> Tensor:
+    if options.softmax_after_top_k:
         weights = logits.gather(1, expert_ids).softmax(-1)
     else:
         weights = scores.gather(1, expert_ids)
-        if config.normalize:
+        if options.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return weights if config.scaling_factor == 1.0 else weights * config.scaling_factor
+    return weights if options.scaling_factor == 1.0 else weights * options.scaling_factor
 
 
-def _only_best_groups(ranked: Tensor, config: MoEConfig) -> Tensor:
+def _only_best_groups(ranked: Tensor, options: RouterOptions) -> Tensor:
     """Mask the scores of experts outside the best groups with minus infinity."""
-    per_group = config.num_experts // config.num_groups
-    grouped = ranked.view(ranked.shape[0], config.num_groups, per_group)
-    num_best = min(config.group_score_top, grouped.shape[2])
+    per_group = options.num_experts // options.num_groups
+    grouped = ranked.view(ranked.shape[0], options.num_groups, per_group)
+    num_best = min(options.group_score_top, grouped.shape[2])
     group_scores = grouped.topk(num_best, dim=-1).values.sum(-1)
     closed = torch.ones_like(group_scores, dtype=torch.bool)
-    closed.scatter_(1, top_k(group_scores, config.groups_top_k), False)
+    closed.scatter_(1, top_k(group_scores, options.groups_top_k), False)
     return grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
 
 
-def _balanced_choices(logits: Tensor, config: MoEConfig, names: TokenNames | None) -> Tensor:
+def _balanced_choices(logits: Tensor, options: RouterOptions, names: TokenNames | None) -> Tensor:
     """Assign k experts per token round-robin; with ``names``, independent of the layout."""
     if names is None:
         token = torch.arange(logits.shape[0], device=logits.device)
     else:
         token = (names.positions_S[:, None] + names.sample_ids_B[None, :]).flatten()
-    choice = torch.arange(config.top_k, device=logits.device)
-    chosen: Tensor = (token[:, None] * config.top_k + choice) % config.num_experts
+    choice = torch.arange(options.top_k, device=logits.device)
+    chosen: Tensor = (token[:, None] * options.top_k + choice) % options.num_experts
     return chosen

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
-from megacore.config import DebugConfig, OptimizerConfig
 from megacore.ops.optim import (
     AdamWSettings,
     ControlAt,
@@ -29,8 +28,10 @@ from megacore.optim.gradients import (
     sum_partial_grads,
     sum_shared_grads,
 )
+from megacore.optim.options import OptimizerOptions
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
+from megacore.options import check_options
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -112,9 +113,7 @@ class DistributedOptimizer:
         buffers: The buffers of all parameters of this rank, see
             :func:`megacore.buffers.make_buffers`.
         groups: Process groups of this rank.
-        config: AdamW hyperparameters, ``clip_grad`` and the two overlaps. (``num_instances`` is
-            for ``make_buffers``.)
-        debug: For ``loss_scale`` and ``loss_scale_interval``. Default: its defaults.
+        options: AdamW, clipping, loss scale and overlaps. Default: ``OptimizerOptions()``.
         modules: The model of this rank; needed if ``overlap`` includes the parameters.
         param_groups: Learning rate factor and weight decay of parameters by name; equal on every
             rank.
@@ -133,9 +132,9 @@ class DistributedOptimizer:
         >>> from megacore.parallel.params import ParamInfo
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> info = ParamInfo(name="w", full_shape=(2,), tp_dim=None, weight_decay=False)
-        >>> groups, config = ProcessGroups.single(), OptimizerConfig(clip_grad=0.0)
-        >>> buffers = make_buffers([(info, weight)], groups=groups, optimizer=config)
-        >>> optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+        >>> groups, options = ProcessGroups.single(), OptimizerOptions(clip_grad=0.0)
+        >>> buffers = make_buffers([(info, weight)], groups=groups)
+        >>> optimizer = DistributedOptimizer(buffers, groups=groups, options=options)
         >>> (weight * torch.tensor([3.0, -4.0])).sum().backward()
         >>> optimizer.step(lr=0.5).grad_norm, [round(x, 4) for x in weight.tolist()]
         (5.0, [0.5, 1.5])
@@ -146,27 +145,27 @@ class DistributedOptimizer:
         buffers: Sequence[ParamGradBuffer],
         *,
         groups: ProcessGroups,
-        config: OptimizerConfig,
-        debug: DebugConfig | None = None,
+        options: OptimizerOptions | None = None,
         modules: Sequence[nn.Module] = (),
         param_groups: Sequence[ParamGroup] = (),
         clock: PhaseClock | None = None,
     ) -> None:
+        options = OptimizerOptions() if options is None else options
+        check_options(options, OptimizerOptions, "options")
         if not buffers:
             raise ValueError("the optimizer needs at least one buffer of parameters")
         names = [info.name for buffer in buffers for info, _ in buffer.params]
         check_patterns(param_groups, names, groups)
         self.buffers = tuple(buffers)
         self._groups = groups
-        self._config = config
-        self._debug = DebugConfig() if debug is None else debug
+        self._options = options
         self._clock = clock
         self._device = self.buffers[0].param_data.device
-        moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.moments_dtype]
+        moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.moments_dtype]
         self._shards = [
             OptimizerShard(
                 buffer,
-                weight_decay=config.weight_decay,
+                weight_decay=options.weight_decay,
                 param_groups=param_groups,
                 moments_dtype=moments,
             )
@@ -174,13 +173,13 @@ class DistributedOptimizer:
         ]
         self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
         self._state = torch.zeros(len(StateAt), dtype=torch.float64, device=self._device)
-        self._state[StateAt.LOSS_SCALE] = self._debug.loss_scale if self._scales_loss else 1.0
+        self._state[StateAt.LOSS_SCALE] = options.loss_scale if self._scales_loss else 1.0
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
-        if config.overlaps_grads:
+        if options.overlaps_grads:
             self._reducer = GradReducer(self.buffers, waits=lambda info: needs_sum(info, groups))
         self._gatherer: ParamGatherer | None = None
-        if config.overlaps_params:
+        if options.overlaps_params:
             self._gatherer = ParamGatherer(self.buffers, modules)
         self._is_reduced = False
         self.gathers_at_once = True
@@ -188,7 +187,7 @@ class DistributedOptimizer:
     def __repr__(self) -> str:
         numel = sum(buffer.plan.numel for buffer in self.buffers)
         state = sum(shard.state_bytes for shard in self._shards)
-        how = "sharded" if self._config.distributed else "replicated"
+        how = "sharded" if self.buffers[0].distributed else "replicated"
         return (
             f"<DistributedOptimizer: {numel:,} elements in {len(self.buffers)} buffers, "
             f"{how} state of {state:,} bytes on this rank>"
@@ -450,7 +449,7 @@ class DistributedOptimizer:
 
         A loss scale is ignored if this optimizer has none, since a checkpoint may have another
         number format. Training in float16 from a checkpoint without a loss scale starts with that
-        of its config.
+        of its options.
 
         Call :meth:`finish_load` as well, after filling the tensors of :meth:`pieces`.
 
@@ -543,24 +542,24 @@ class DistributedOptimizer:
         return control
 
     def _rules(self, *, per_token: bool) -> StepRules:
-        config = self._config
+        options = self._options
         return StepRules(
-            beta1=config.beta1,
-            beta2=config.beta2,
-            clip_grad=config.clip_grad,
-            loss_scale_interval=self._debug.loss_scale_interval if self._scales_loss else 0,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            clip_grad=options.clip_grad,
+            loss_scale_interval=options.loss_scale_interval if self._scales_loss else 0,
             num_averaged=self._groups.dp_cp.size if per_token else 0,
         )
 
     def _update(self, control: Tensor) -> list[PendingCollective]:
         """Update this rank's shard, and start to gather each bucket unless a gatherer does."""
-        config = self._config
+        options = self._options
         settings = AdamWSettings(
             step=1,  # replaced by that of the control
             lr=1.0,  # multiplied by that of the control
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            eps=options.eps,
         )
         gathers = []
         for shard in self._shards:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megacore.config import OptimizerConfig
+from megacore.optim.options import RateOptions
 
 
-def learning_rate(step: int, *, config: OptimizerConfig, steps: int) -> float:
+def learning_rate(step: int, *, options: RateOptions, steps: int) -> float:
     """Return the learning rate of step ``step``, a pure function of its arguments.
 
     The first ``warmup_steps`` steps rise linearly, the last of them to ``lr``. Afterwards:
@@ -20,35 +20,35 @@ def learning_rate(step: int, *, config: OptimizerConfig, steps: int) -> float:
 
     Args:
         step: Number of the step, from 0.
-        config: The ``[optimizer]`` section. ``min_lr`` defaults to a tenth of ``lr``.
+        options: Shape of the rate.
         steps: Steps of the whole run.
 
     Raises:
         ValueError: If ``step`` is negative or ``steps`` is not positive.
 
     Example:
-        >>> config = OptimizerConfig(lr=1.0, min_lr=0.0, warmup_steps=2, schedule="cosine")
-        >>> [round(learning_rate(step, config=config, steps=6), 3) for step in range(7)]
+        >>> options = RateOptions(lr=1.0, min_lr=0.0, warmup_steps=2, schedule="cosine")
+        >>> [round(learning_rate(step, options=options, steps=6), 3) for step in range(7)]
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if step < 0 or steps < 1:
         raise ValueError(f"step is {step} of {steps} steps; step must be >= 0 and steps >= 1")
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
-    return min_lr + (config.lr - min_lr) * _height(step, config=config, steps=steps)
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    min_lr = options.lr / 10 if options.min_lr is None else options.min_lr
+    return min_lr + (options.lr - min_lr) * _height(step, options=options, steps=steps)
 
 
-def _height(step: int, *, config: OptimizerConfig, steps: int) -> float:
+def _height(step: int, *, options: RateOptions, steps: int) -> float:
     """Return the position of the rate after the warmup: 1 at ``lr``, 0 at ``min_lr``."""
-    if config.schedule == "constant":
+    if options.schedule == "constant":
         return 1.0
-    if config.schedule == "cosine":
-        end = steps if config.decay_steps is None else config.decay_steps
+    if options.schedule == "cosine":
+        end = steps if options.decay_steps is None else options.decay_steps
         if step >= end:
             return 0.0
-        progress = (step - config.warmup_steps) / (end - config.warmup_steps)
+        progress = (step - options.warmup_steps) / (end - options.warmup_steps)
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    length = steps // 5 if config.decay_steps is None else config.decay_steps
+    length = steps // 5 if options.decay_steps is None else options.decay_steps
     steps_left = max(0, steps - 1 - step)
     return min(1.0, steps_left / length) if length > 0 else 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from fnmatch import fnmatchcase
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
+from megacore.suggest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def check_patterns(
     known = sorted(set().union(*all_gather_objects(list(names), groups.world)))
     for group in param_groups:
         if not any(fnmatchcase(name, group.pattern) for name in known):
-            close = difflib.get_close_matches(group.pattern, known, n=3, cutoff=0.0)
+            close = nearest(group.pattern, known, count=3)
             raise ValueError(
                 f"the pattern {group.pattern!r} of a ParamGroup matches none of the {len(known)} "
                 f"parameters; nearest: {', '.join(close)}"

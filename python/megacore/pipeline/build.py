@@ -10,6 +10,7 @@ from megacore._core import ScheduleInfo
 from megacore.pipeline.auto import AUTO, build_auto
 from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.timeline import Costs
+from megacore.suggest import closest_matches
 
 SCHEDULE_NAMES = tuple(info.name for info in _core.schedule_catalog())
 KNOWN = (*SCHEDULE_NAMES, AUTO)
@@ -140,8 +141,6 @@ def require_schedule_name(name: str) -> None:
     """
     if name in KNOWN:
         return
-    from megacore.config import closest_matches
-
     close = closest_matches(name, KNOWN, count=1)
     hint = f"did you mean {close[0]!r}? There are" if close else "choose one of"
     raise ValueError(f"unknown schedule {name!r}; {hint} {', '.join(KNOWN)}")

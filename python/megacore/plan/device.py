@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megacore.config import closest_matches
 from megacore.errors import ConfigError
+from megacore.suggest import closest_matches
 
 FOLDER = Path(__file__).with_name("devices")
 _COMMON = FOLDER / "common.toml"

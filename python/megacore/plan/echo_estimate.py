@@ -58,7 +58,7 @@ def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
     width = 4 if config.train.dtype == "float32" else 2
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
-    factor = echo.guaranteed_factor(local)
+    factor = echo.options().guaranteed_factor(local)
     planned = EchoEstimate(
         num_spare_slots=echo.num_spare_slots,
         num_slot_sets=config.num_slot_sets,

@@ -296,7 +296,7 @@ class RunSpec:
         Args:
             experts: Experts of the model.
         """
-        bound = self.echo.guaranteed_factor(experts // self.ep) if self.slots else None
+        bound = self.echo.options().guaranteed_factor(experts // self.ep) if self.slots else None
         return self.imbalance if bound is None else min(self.imbalance, bound)
 
     def owned(self, dense: float, experts: float) -> float:

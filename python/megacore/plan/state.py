@@ -32,7 +32,7 @@ class RankState:
 def memory_row_of(config: ResolvedConfig) -> MemoryRow:
     """Compute the bytes per parameter in a run of this configuration."""
     optimizer = config.optimizer
-    grads = config.train.dtype if optimizer.grads_like_params else "float32"
+    grads = config.train.dtype if optimizer.grad_dtype != "float32" else "float32"
     return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
 
 

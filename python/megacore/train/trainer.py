@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megacore.buffers import make_buffers
-from megacore.config import DebugConfig, ResolvedConfig
+from megacore.config import ResolvedConfig
 from megacore.data import Samples, TrainingData, microbatch
 from megacore.data.loading import load_run_data
 from megacore.data.prefetch import Prefetch
@@ -26,7 +26,7 @@ from megacore.models.gpt import GPTChunk
 from megacore.models.size import count_parameters
 from megacore.models.stage import Stage
 from megacore.moe.routing_trace import RoutingRecorder, RoutingReplay, RoutingTape
-from megacore.optim import DistributedOptimizer, ParamPiece, learning_rate
+from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, learning_rate
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
@@ -129,7 +129,8 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Compute the learning rate of step ``step``."""
-        return learning_rate(step, config=self.config.optimizer, steps=self.config.train.steps)
+        options = self.config.optimizer.rate_options()
+        return learning_rate(step, options=options, steps=self.config.train.steps)
 
     def evaluate(
         self, *, whole: bool = False, on_batch: Callable[[], None] | None = None
@@ -282,17 +283,15 @@ def build_trainer(
     buffers = make_buffers(
         params,
         groups=groups,
-        optimizer=config.optimizer,
+        options=config.optimizer.buffer_options(config.debug),
         instances=instances,
-        debug=config.debug,
     )
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
         buffers,
         groups=groups,
-        config=config.optimizer,
-        debug=_with_scale_of_sums(config) if per_token else config.debug,
+        options=_optimizer_options(config, per_token=per_token),
         modules=chunks,
         clock=clock,
     )
@@ -337,15 +336,19 @@ def build_trainer(
     )
 
 
-def _with_scale_of_sums(config: ResolvedConfig) -> DebugConfig:
-    """Return ``[debug]`` with the initial loss scale of a sum over the tokens of a step.
+def _optimizer_options(config: ResolvedConfig, *, per_token: bool) -> OptimizerOptions:
+    """Return the options of the optimizer.
 
-    With a mean per token, gradients are sums until the tokens of all ranks are counted: the scale
-    of the mean would overflow in the first steps.
+    With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
+    scale of the mean would overflow in the first steps.
     """
+    options = config.optimizer.options(config.debug)
+    if not per_token:
+        return options
     tokens = config.train.global_batch_size * config.model.seq_length
-    scale = max(1.0, config.debug.loss_scale / 2.0 ** math.ceil(math.log2(tokens)))
-    return config.debug.model_copy(update={"loss_scale": scale})
+    return replace(
+        options, loss_scale=max(1.0, options.loss_scale / 2.0 ** math.ceil(math.log2(tokens)))
+    )
 
 
 def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:

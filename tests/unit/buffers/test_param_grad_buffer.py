@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer, make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.params import ParamInfo
 
@@ -127,9 +127,8 @@ def test_make_buffers_sorts_by_dtype_and_expert() -> None:
     dense, low = make_model(), make_model(torch.bfloat16)
     experts = make_model()
     params = named(dense) + named(low) + named(experts, expert=True)
-    groups, config = ProcessGroups.single(), OptimizerConfig(num_instances="all")
-    debug = DebugConfig(bucket_numel=10)
-    buffers = make_buffers(params, groups=groups, optimizer=config, debug=debug)
+    options = BufferOptions(distributed=False, bucket_numel=10)
+    buffers = make_buffers(params, groups=ProcessGroups.single(), options=options)
     kinds = [(b.param_data.dtype, b.params[0][0].expert, len(b.params)) for b in buffers]
     assert kinds == [
         (torch.float32, False, 4),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megacore.config import MoEConfig
 from megacore.moe.balance import RouterGroups, inject_gradient, load_balancing_loss
+from megacore.moe.options import RouterOptions
 from megacore.moe.router import (
     RoutingResult,
     TokenNames,
@@ -29,7 +29,7 @@ from megacore.ops import (
 
 
 def make_router(hidden: int = 16, *, seed: int = 3, **options: Any) -> TopKRouter:
-    config = MoEConfig(**{"num_experts": 8, "top_k": 2, **options})
+    config = RouterOptions(**{"num_experts": 8, "top_k": 2, **options})
     generator = torch.Generator().manual_seed(seed)
     weight = nn.Parameter(torch.randn(config.num_experts, hidden, generator=generator))
     return TopKRouter(config, weight, seed=5, layer=2)
@@ -64,7 +64,7 @@ def check_against_hf(gate: nn.Module, router: TopKRouter, x: Tensor) -> None:
     order = routed.expert_ids.argsort(-1)
     ids = routed.expert_ids.gather(1, order)
     generator = torch.Generator().manual_seed(9)
-    per_expert = torch.rand(x.shape[0], router.config.num_experts, generator=generator)
+    per_expert = torch.rand(x.shape[0], router.options.num_experts, generator=generator)
     _, hf_ids_before = gate(x)[1:]
     weights, hf_ids, grad_x, grad_weight = run_hf(gate, x, per_expert.gather(1, hf_ids_before))
     hf_order = hf_ids.argsort(-1)
@@ -126,7 +126,7 @@ def test_deepseek_v3_routes_the_same(normalize: bool) -> None:
         groups_top_k=2,
         normalize=normalize,
         scaling_factor=2.5,
-        expert_bias=True,
+        bias_rate=1e-3,
     )
     assert router.expert_bias is not None
     router.expert_bias.copy_(bias)
@@ -200,7 +200,7 @@ def test_a_rank_without_tokens_has_losses_of_zero(kind: Any, length: int, batch:
 
 
 def test_no_losses_in_evaluation() -> None:
-    router = make_router(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True).eval()
+    router = make_router(aux_loss_coef=0.1, z_loss_coef=0.1, bias_rate=1e-3).eval()
     routed = router(tokens(4, 1))
     assert routed.aux_loss is None
     assert routed.z_loss is None
@@ -244,8 +244,7 @@ def test_jitter_stays_within_its_bounds() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_forced_balance_gives_every_expert_the_same(named: bool) -> None:
-    router = make_router(top_k=2)
-    router.force_balanced = True
+    router = make_router(top_k=2, force_balanced=True)
     routed = router(tokens(16, 2), names=names(16, 2) if named else None)
     assert routed.expert_ids.flatten().bincount(minlength=8).tolist() == [8] * 8
     assert all(len(set(row)) == 2 for row in routed.expert_ids.tolist())
@@ -264,7 +263,7 @@ def test_low_precision_is_routed_in_float32() -> None:
 
 
 def test_expert_bias_changes_choices_but_not_weights() -> None:
-    router = make_router(score_function="sigmoid", expert_bias=True, normalize=False)
+    router = make_router(score_function="sigmoid", bias_rate=1e-3, normalize=False)
     x = tokens(30, 1)
     assert router.expert_bias is not None
     router.expert_bias[5] = 100.0
@@ -277,7 +276,7 @@ def test_expert_bias_changes_choices_but_not_weights() -> None:
 
 
 def test_expert_biases_move_towards_balance() -> None:
-    routers = [make_router(expert_bias=0.1, seed=s) for s in (1, 2)]
+    routers = [make_router(bias_rate=0.1, seed=s) for s in (1, 2)]
     x = tokens(64, 1)
     for router in routers:
         router(x)
@@ -288,7 +287,7 @@ def test_expert_biases_move_towards_balance() -> None:
         assert int(load.sum()) == 2 * 64 * 2
         expected = 0.1 * (load.double().mean() - load).sign()
         torch.testing.assert_close(router.expert_bias, expected.float())
-    router = make_router(expert_bias=0.004, score_function="sigmoid")
+    router = make_router(bias_rate=0.004, score_function="sigmoid")
     with torch.no_grad():
         router.weight[0] += 0.15
     largest = []
@@ -326,7 +325,7 @@ def test_choices_can_be_recorded_and_replayed_in_another_cut(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"top_k": 9}, r"top_k = 9: with num_experts = 8 it must lie in \[1, 8\]"),
-        ({"top_k": 0}, "top_k must be .*greater than or equal to 1"),
+        ({"top_k": 0}, r"top_k = 0: with num_experts = 8 it must lie in \[1, 8\]"),
         (
             {"num_groups": 3},
             r"num_groups = 3 does not divide num_experts = 8; use one of \[1, 2, 4, 8\]",
@@ -335,11 +334,11 @@ def test_choices_can_be_recorded_and_replayed_in_another_cut(tmp_path: Path) -> 
         ({"num_groups": 4, "top_k": 5}, "offer 2; groups_top_k must be at least 3"),
         (
             {"score_function": "relu"},
-            "score_function must be .*'softmax', 'softmax_after_top_k' or 'sigmoid'",
+            "score_function must be 'softmax' or 'softmax_after_top_k' or 'sigmoid'",
         ),
         ({"aux_loss_type": "global"}, "aux_loss_type must be .*'sequence' or 'batch'"),
-        ({"jitter": 1.0}, "jitter must be .*less than 1"),
-        ({"z_loss_coef": -1.0}, "z_loss_coef must be .*greater than or equal to 0"),
+        ({"jitter": 1.0}, "jitter must be below 1, got 1.0"),
+        ({"z_loss_coef": -1.0}, "z_loss_coef must be at least 0, got -1.0"),
     ],
 )
 def test_mistakes_in_the_settings_are_explained(options: dict[str, Any], message: str) -> None:
@@ -354,7 +353,7 @@ def test_mistakes_in_calls_are_explained() -> None:
     with pytest.raises(ValueError, match=r"expected \(3, 2\)"):
         router(torch.zeros(3, 1, 16), expert_ids=torch.zeros(3, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"expected \(8, H\)"):
-        TopKRouter(router.config, nn.Parameter(torch.zeros(7, 16)))
+        TopKRouter(router.options, nn.Parameter(torch.zeros(7, 16)))
 
 
 # ---- the whole path of a token, against a loop over tokens ---------------------------------------
@@ -418,6 +417,6 @@ def test_experts_equal_a_loop_over_tokens(
 
 
 def test_groups_take_no_tokens_at_all() -> None:
-    config = MoEConfig(num_experts=4, top_k=2, num_groups=2, groups_top_k=1)
+    config = RouterOptions(num_experts=4, top_k=2, num_groups=2, groups_top_k=1)
     router = TopKRouter(config, nn.Parameter(torch.randn(4, 8)))
     assert router(torch.zeros(0, 1, 8)).expert_ids.shape == (0, 2)

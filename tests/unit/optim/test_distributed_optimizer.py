@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer, make_buffers
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.buffers.options import BufferOptions
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.params import ParamInfo
 
-BUCKETS = DebugConfig(bucket_numel=50)
+BUCKETS = BufferOptions(bucket_numel=50)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -34,12 +35,12 @@ def named(model: nn.Module) -> list[tuple[ParamInfo, nn.Parameter]]:
 
 
 def make_optimizer(
-    model: nn.Module, debug: DebugConfig = BUCKETS, **fields: float
-) -> tuple[DistributedOptimizer, OptimizerConfig]:
-    config = OptimizerConfig(**{"clip_grad": 0.0, **fields})  # type: ignore[arg-type]
+    model: nn.Module, **fields: float
+) -> tuple[DistributedOptimizer, OptimizerOptions]:
+    options = OptimizerOptions(**{"clip_grad": 0.0, **fields})  # type: ignore[arg-type]
     groups = ProcessGroups.single()
-    buffers = make_buffers(named(model), groups=groups, optimizer=config, debug=debug)
-    return DistributedOptimizer(buffers, groups=groups, config=config, debug=debug), config
+    buffers = make_buffers(named(model), groups=groups, options=BUCKETS)
+    return DistributedOptimizer(buffers, groups=groups, options=options), options
 
 
 def backward(model: nn.Module, seed: int, scale: float = 1.0) -> None:
@@ -141,8 +142,8 @@ def test_small_updates_survive_in_bfloat16() -> None:
 def test_gradients_in_the_parameters_dtype_are_stepped_in_fp32() -> None:
     model = make_model(torch.bfloat16)
     buffer = ParamGradBuffer(named(model), dp_group=Group.solo(), grad_dtype=torch.bfloat16)
-    config = OptimizerConfig(clip_grad=0.0)
-    optimizer = DistributedOptimizer([buffer], groups=ProcessGroups.single(), config=config)
+    options = OptimizerOptions(clip_grad=0.0)
+    optimizer = DistributedOptimizer([buffer], groups=ProcessGroups.single(), options=options)
     backward(model, 0)
     grad = buffer.main_grad(0).float()
     assert buffer.grad_data.dtype == torch.bfloat16
@@ -150,7 +151,7 @@ def test_gradients_in_the_parameters_dtype_are_stepped_in_fp32() -> None:
     assert result.grad_norm > grad.norm().item() * 0.99
     states = {piece.info.name: piece.tensors for piece in optimizer.pieces()}
     scaled = grad * 1.0
-    expected = scaled * (1 - config.beta1)
+    expected = scaled * (1 - options.beta1)
     assert torch.equal(states["0.weight"]["exp_avg"], expected.flatten())
 
 
@@ -238,12 +239,10 @@ def test_tied_parameters_on_one_rank_share_their_gradient() -> None:
         ParamInfo(name="embedding", **shape),  # type: ignore[arg-type]
         ParamInfo(name="embedding", is_shared_copy=True, **shape),  # type: ignore[arg-type]
     ]
-    config = OptimizerConfig(clip_grad=0.0)
+    options = OptimizerOptions(clip_grad=0.0)
     groups = ProcessGroups.single()
-    buffers = make_buffers(
-        list(zip(infos, (first, second), strict=True)), groups=groups, optimizer=config
-    )
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config)
+    buffers = make_buffers(list(zip(infos, (first, second), strict=True)), groups=groups)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options)
     (
         first * torch.tensor([1.0, 2.0, 0.0]) + second * torch.tensor([2.0, 2.0, 0.0])
     ).sum().backward()
@@ -256,7 +255,7 @@ def test_tied_parameters_on_one_rank_share_their_gradient() -> None:
 
 def test_no_buffers_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="at least one buffer"):
-        DistributedOptimizer([], groups=ProcessGroups.single(), config=OptimizerConfig())
+        DistributedOptimizer([], groups=ProcessGroups.single(), options=OptimizerOptions())
 
 
 def test_sums_over_tokens_are_divided_by_the_number_of_tokens() -> None:
@@ -285,9 +284,7 @@ def test_no_tokens_at_all_count_as_one() -> None:
 
 
 def test_scalars_go_from_one_optimizer_to_another() -> None:
-    first, _ = make_optimizer(
-        make_model(torch.float16), DebugConfig(loss_scale=8.0, loss_scale_interval=3)
-    )
+    first, _ = make_optimizer(make_model(torch.float16), loss_scale=8.0, loss_scale_interval=3)
     first.zero_grads()
     first.buffers[0].grad_data.fill_(1.0)
     first.step(lr=0.0)
@@ -299,7 +296,7 @@ def test_scalars_go_from_one_optimizer_to_another() -> None:
     assert kept == {
         "step_count": 2, "num_skipped": 1, "loss_scale": 4.0, "loss_scale_good_steps": 1
     }  # fmt: skip
-    second, _ = make_optimizer(make_model(torch.float16), DebugConfig(loss_scale_interval=3))
+    second, _ = make_optimizer(make_model(torch.float16), loss_scale_interval=3)
     second.load_scalars(kept)
     assert second.scalars() == kept
     for _ in range(2):
@@ -354,10 +351,10 @@ def test_weights_written_into_the_model_are_taken_over_when_told(
     dtype: torch.dtype, fields: dict[str, float]
 ) -> None:
     model = make_model(dtype)
-    config = OptimizerConfig(clip_grad=0.0, **fields)  # type: ignore[arg-type]
+    options = OptimizerOptions(clip_grad=0.0, **fields)  # type: ignore[arg-type]
     groups = ProcessGroups.single()
-    buffers = make_buffers(named(model), groups=groups, optimizer=config)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, modules=[model])
+    buffers = make_buffers(named(model), groups=groups)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options, modules=[model])
     optimizer.zero_grads()
     backward(model, 0)
     optimizer.step(lr=1e-2)
@@ -379,7 +376,7 @@ def test_float16_goes_on_from_other_formats_with_the_scale_of_its_config() -> No
     other.step(lr=0.0)
     kept = other.scalars()
     assert kept == {"step_count": 1, "num_skipped": 0}
-    half, _ = make_optimizer(make_model(torch.float16), DebugConfig(loss_scale=1024.0))
+    half, _ = make_optimizer(make_model(torch.float16), loss_scale=1024.0)
     half.load_scalars(kept)
     assert (half.step_count, half.loss_scale) == (1, 1024.0)
     other.load_scalars(half.scalars())

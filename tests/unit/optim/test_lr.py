@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import OptimizerConfig
 from megacore.optim import learning_rate
+from megacore.optim.options import RateOptions
 
 
 def rates(steps: int, **fields: object) -> list[float]:
-    config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.1, **fields})  # type: ignore[arg-type]
-    return [learning_rate(step, config=config, steps=steps) for step in range(steps)]
+    options = RateOptions(**{"lr": 1.0, "min_lr": 0.1, **fields})  # type: ignore[arg-type]
+    return [learning_rate(step, options=options, steps=steps) for step in range(steps)]
 
 
 def test_warmup_rises_linearly_and_ends_at_the_full_rate() -> None:
@@ -25,9 +25,9 @@ def test_cosine_falls_through_the_middle_to_the_minimum_and_stays() -> None:
 
 
 def test_cosine_spans_the_run_by_default() -> None:
-    config = OptimizerConfig(lr=1.0, schedule="cosine")
-    assert learning_rate(50, config=config, steps=100) == pytest.approx(0.55)
-    assert learning_rate(100, config=config, steps=100) == 0.1  # a tenth of lr
+    options = RateOptions(lr=1.0, schedule="cosine")
+    assert learning_rate(50, options=options, steps=100) == pytest.approx(0.55)
+    assert learning_rate(100, options=options, steps=100) == 0.1  # a tenth of lr
 
 
 def test_wsd_is_flat_and_then_falls_linearly_to_the_last_step() -> None:
@@ -54,8 +54,8 @@ def test_the_rate_never_leaves_its_bounds_and_falls_after_the_warmup(
 
 
 def test_steps_outside_the_run_are_refused() -> None:
-    config = OptimizerConfig()
+    options = RateOptions(lr=1.0)
     with pytest.raises(ValueError, match="step is -1"):
-        learning_rate(-1, config=config, steps=10)
+        learning_rate(-1, options=options, steps=10)
     with pytest.raises(ValueError, match="0 steps"):
-        learning_rate(0, config=config, steps=0)
+        learning_rate(0, options=options, steps=0)

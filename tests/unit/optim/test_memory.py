@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer
-from megacore.config import OptimizerConfig
 from megacore.optim import DistributedOptimizer, memory_row, memory_table
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.params import ParamInfo
 
@@ -54,7 +54,7 @@ def test_bytes_are_those_that_are_allocated(
     group = Group("dp", tuple(range(dp_size)), dp_size - 1, handle)
     buffer = ParamGradBuffer([(info, weight)], dp_group=group, grad_dtype=DTYPES[grads])
     optimizer = DistributedOptimizer(
-        [buffer], groups=ProcessGroups.single(), config=OptimizerConfig(moments_dtype=moments)
+        [buffer], groups=ProcessGroups.single(), options=OptimizerOptions(moments_dtype=moments)
     )
     allocated = buffer.param_data.nbytes + buffer.grad_data.nbytes + optimizer.state_bytes
     row = memory_row(params=params, grads=grads, moments=moments)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from megacore.buffers import make_buffers
-from megacore.config import OptimizerConfig
 from megacore.optim import DistributedOptimizer, ParamGroup
+from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ParamInfo
 
@@ -29,10 +29,10 @@ def test_groups_act_as_those_of_torch() -> None:
         for name in names
     }
     groups = ProcessGroups.single()
-    config = OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
+    options = OptimizerOptions(clip_grad=0.0, weight_decay=0.1)
     params = [(infos[name], ours[name]) for name in names]
-    buffers = make_buffers(params, groups=groups, optimizer=config)
-    optimizer = DistributedOptimizer(buffers, groups=groups, config=config, param_groups=GROUPS)
+    buffers = make_buffers(params, groups=groups)
+    optimizer = DistributedOptimizer(buffers, groups=groups, options=options, param_groups=GROUPS)
     # The first group that matches wins: a.bias keeps its own weight decay, which is none.
     wanted = {"a.weight": (0.05, 0.1), "a.bias": (0.05, 0.0)}
     wanted |= {"b.weight": (0.1, 0.1), "b.bias": (0.1, 0.3)}
@@ -41,8 +41,8 @@ def test_groups_act_as_those_of_torch() -> None:
             {"params": [theirs[name]], "lr": lr, "weight_decay": decay}
             for name, (lr, decay) in wanted.items()
         ],
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
     )
     for _ in range(3):
         optimizer.zero_grads()
@@ -66,13 +66,12 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> N
         (ParamInfo(name=name, full_shape=(2,), tp_dim=None), nn.Parameter(torch.ones(2)))
         for name in names
     ]
-    groups, config = ProcessGroups.single(), OptimizerConfig()
-    buffers = make_buffers(params, groups=groups, optimizer=config)
+    groups = ProcessGroups.single()
+    buffers = make_buffers(params, groups=groups)
     with pytest.raises(ValueError, match=r"none of the 4 parameters; nearest: layers\.0\.mlp"):
         DistributedOptimizer(
             buffers,
             groups=groups,
-            config=config,
             param_groups=[
                 ParamGroup(pattern="layers.*.attn.*"),
                 ParamGroup(pattern="layers.*.mpl.*"),

@@ -299,7 +299,7 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
         skipped.add("model.head_dim")  # follows from the widths of [model.mla]
     if moe.shared_ffn_hidden_size == 0:
         values["moe.shared_gate"] = False
-    if moe.softmax_after_top_k:
+    if moe.score_function == "softmax_after_top_k":
         # Equal to the softmax over all experts, divided by the sum of the chosen ones.
         values |= {"moe.score_function": "softmax", "moe.normalize": True}
     values["moe.expert_bias"] = moe.expert_bias_rate is not None

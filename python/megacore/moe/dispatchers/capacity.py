@@ -13,8 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.config import DebugConfig, MoEConfig
-
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
@@ -31,13 +29,6 @@ class Capacity:
     factor: float
     drop_by: Literal["probs", "position"] = "probs"
     pad: bool = False
-
-    @staticmethod
-    def of(moe: MoEConfig, debug: DebugConfig) -> Capacity | None:
-        """Return the limit of ``moe.capacity_factor`` by ``debug.drop_by``, or ``None``."""
-        if moe.capacity_factor is None:
-            return None
-        return Capacity(factor=moe.capacity_factor, drop_by=debug.drop_by, pad=moe.pads_to_capacity)
 
     def rows(self, num_copies: int, num_experts: int) -> int:
         """Compute the rows per expert, at least 1 and at most the number of copies.

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from megacore.config import MoEConfig
 from megacore.errors import ConfigError
 from megacore.moe.dispatchers.all_to_all import (
     AllToAllDispatcher,
@@ -25,11 +24,12 @@ from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peer_memory import Peers, no_peers
 from megacore.parallel.process_groups import Group
 
+Kind = Literal["allgather", "alltoall", "static"]
 Transport = Literal["auto", "collective", "peer"]
 
 
 def make_dispatcher(
-    moe: MoEConfig,
+    kind: Kind,
     placement: ExpertPlacement,
     *,
     budget: StaticBudget,
@@ -37,10 +37,11 @@ def make_dispatcher(
     capacity: Capacity | None = None,
     receive_rows: Callable[[int, int], int] | None = None,
 ) -> Dispatcher:
-    """Make the dispatcher of ``moe.dispatcher``.
+    """Make a dispatcher.
 
     Args:
-        moe: The ``[moe]`` section.
+        kind: All-gather; all-to-all of each copy to its rank; or the same in buffers of fixed size,
+            without host sync. A group of one exchanges nothing, except with ``static``.
         placement: Experts of each rank, or its experts and slots.
         budget: Buffer size of ``static``.
         peers: Peer memory of ``static``; ``None`` for collectives.
@@ -48,17 +49,17 @@ def make_dispatcher(
         receive_rows: Rows of a rank for (tokens of a member, copies per token), for ``static``.
             Default: those of the budget and the capacity.
     """
-    if moe.dispatcher == "static" and peers is not None:
+    if kind == "static" and peers is not None:
         if receive_rows is None:
             receive_rows = static_receive_rows(placement, budget, capacity)
         return PeerDispatcher(placement, peers=peers, receive_rows=receive_rows, capacity=capacity)
-    if moe.dispatcher == "static":
+    if kind == "static":
         return StaticDispatcher(
             placement, budget=budget, receive_rows=receive_rows, capacity=capacity
         )
     if placement.group.size == 1:
         return LocalDispatcher(placement, capacity=capacity)
-    if moe.dispatcher == "allgather":
+    if kind == "allgather":
         return AllGatherDispatcher(placement, capacity=capacity)
     return AllToAllDispatcher(placement, capacity=capacity)
 

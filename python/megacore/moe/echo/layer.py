@@ -19,7 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacore.config import EchoConfig
 from megacore.moe.dispatchers import (
     Capacity,
     Dispatcher,
@@ -35,6 +34,7 @@ from megacore.moe.echo.reroute import SourceRow, reroute
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.moe.experts import GroupedExperts
+from megacore.moe.options import EchoOptions
 from megacore.ops.echo_counts import BYTES_SENT, ECHO_SUMS, count_held_, count_plan_
 from megacore.ops.permutation import sort_by_expert
 from megacore.parallel.collectives import all_gather
@@ -97,7 +97,7 @@ class Echo:
 
     Args:
         placement: Placement of the home experts.
-        config: Planner options.
+        options: Slots and planner.
         ep: The ranks of a plan: one per part of the experts, including this rank.
         slots: Memory for clones, shared by all layers.
         capacity: Limit of the copies per expert, applied before rerouting.
@@ -114,7 +114,7 @@ class Echo:
     def __init__(
         self,
         placement: ExpertPlacement,
-        config: EchoConfig,
+        options: EchoOptions,
         *,
         ep: Group,
         slots: SlotBuffers,
@@ -124,8 +124,8 @@ class Echo:
         device: torch.device | None = None,
     ) -> None:
         self.placement = placement
-        self.places = placement.with_slots(config.num_spare_slots)
-        self.config = config
+        self.places = placement.with_slots(options.num_spare_slots)
+        self.options = options
         self.sums = torch.zeros(len(ECHO_SUMS), dtype=torch.float64, device=device)
         self._no_copies = torch.zeros(placement.num_experts, dtype=torch.int64, device=device)
         self._ep = ep
@@ -211,11 +211,11 @@ class Echo:
         counts_RE, total, first = self._counts_of_parts(counts_GE)
         plan = plan_offload_on_device(
             counts_RE,
-            num_spare_slots=self.config.num_spare_slots,
-            planner=self.config.planner,
-            tolerance=self.config.tolerance,
-            min_imbalance=self.config.min_imbalance,
-            domain_size=self.config.domain_size,
+            num_spare_slots=self.options.num_spare_slots,
+            planner=self.options.planner,
+            tolerance=self.options.tolerance,
+            min_imbalance=self.options.min_imbalance,
+            domain_size=self.options.domain_size,
         )
         row = SourceRow(
             total=total,
@@ -275,10 +275,10 @@ class Echo:
     def _always_fits(self) -> bool:
         """True if the planner's bound is proved and the budget covers it."""
         budget, local = self._budget, self.placement.num_local
-        guaranteed = self.config.guaranteed_factor(local)
+        guaranteed = self.options.guaranteed_factor(local)
         return (
             budget is not None
             and guaranteed is not None
-            and self.config.num_spare_slots >= local
+            and self.options.num_spare_slots >= local
             and budget.factor >= guaranteed
         )

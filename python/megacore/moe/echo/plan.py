@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore import _core
+from megacore.suggest import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -220,8 +221,6 @@ def require_options(
 ) -> None:
     """Raise ValueError if an option of a planner is out of range."""
     if planner not in PLANNERS:
-        from megacore.config import did_you_mean
-
         suggestion = did_you_mean(str(planner), list(PLANNERS)) or "; there are balanced and echo"
         raise ValueError(f"no offload planner is called {planner!r}{suggestion}")
     if not 0.0 <= tolerance <= 1.0:

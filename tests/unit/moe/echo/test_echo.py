@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from megacore.cli import main
-from megacore.config import EchoConfig, load_config
+from megacore.config import load_config
 from megacore.config.load import split_overrides
 from megacore.config.toml_file import config_to_toml
 from megacore.echo_study.recorded_counts import recorded_counts
@@ -29,6 +29,7 @@ from megacore.moe.echo.clones import FC1
 from megacore.moe.echo.device_plan import plan_offload_on_device
 from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
+from megacore.moe.options import EchoOptions
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.process_groups import Group
 from megacore.report.expert_load import echo_sentence, echo_series
@@ -158,17 +159,17 @@ def test_microbatches_in_turns_need_a_second_set_of_weights(
 
 
 def test_the_guarantee_is_what_the_planner_reaches_on_the_worst_loads() -> None:
-    config = EchoConfig(num_spare_slots=2, tolerance=0.0)
+    config = EchoOptions(num_spare_slots=2, tolerance=0.0)
     counts = np.zeros((6, 24), np.int64)
     counts[:, :16] = 60  # two thirds of the ranks are hot: the worst share for 2 slots of 4
     plan = plan_offload(counts, num_spare_slots=2, tolerance=0.0)
     assert plan.imbalance_after == pytest.approx(config.guaranteed_factor(4), rel=0.02)
-    assert EchoConfig(num_spare_slots=2, planner="echo").guaranteed_factor(4) is None
+    assert EchoOptions(num_spare_slots=2, planner="echo").guaranteed_factor(4) is None
 
 
 @pytest.mark.parametrize(("num_local", "num_slots"), [(8, 7), (32, 31), (4, 4)])
 def test_a_receive_buffer_takes_what_the_planner_stops_at(num_local: int, num_slots: int) -> None:
-    factor = EchoConfig(num_spare_slots=num_slots).guaranteed_factor(num_local)
+    factor = EchoOptions(num_spare_slots=num_slots).guaranteed_factor(num_local)
     rng = np.random.default_rng(1)
     for _ in range(10):
         shares = rng.dirichlet(np.full(8 * num_local, 0.5), 8)

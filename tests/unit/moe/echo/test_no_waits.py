@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import EchoConfig, MoEConfig
 from megacore.moe.balance import inject_gradient
 from megacore.moe.dispatchers import (
     AllGatherDispatcher,
@@ -28,6 +27,7 @@ from megacore.moe.echo.memory import CloneMemory
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.layer import MoELayer
+from megacore.moe.options import EchoOptions, RouterOptions
 from megacore.moe.router import TokenNames, TopKRouter, update_expert_biases
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.recompute import RecomputeCache
@@ -60,7 +60,7 @@ CASES = {
     "deepseek": Case(
         router={
             "score_function": "sigmoid",
-            "expert_bias": True,
+            "bias_rate": 1e-3,
             "num_groups": 4,
             "groups_top_k": 2,
             "scaling_factor": 2.5,
@@ -71,15 +71,17 @@ CASES = {
 }
 
 ECHOES = {
-    "balanced": EchoConfig(num_spare_slots=SLOTS, tolerance=0.0),
-    "echo": EchoConfig(num_spare_slots=SLOTS, planner="echo", min_imbalance=1.1),
+    "balanced": EchoOptions(num_spare_slots=SLOTS, tolerance=0.0),
+    "echo": EchoOptions(num_spare_slots=SLOTS, planner="echo", min_imbalance=1.1),
 }
 
 
 def make_layer(
     case: Case, dispatcher: Dispatcher | None = None, echo: Echo | None = None
 ) -> MoELayer:
-    config = MoEConfig(num_experts=EXPERTS, top_k=2, **case.router)
+    config = RouterOptions(
+        num_experts=EXPERTS, top_k=2, force_balanced=case.force_balanced, **case.router
+    )
     if dispatcher is None:
         budget = StaticBudget(case.budget)
         dispatcher = StaticDispatcher(PLACEMENT, budget=budget, capacity=case.capacity)
@@ -90,7 +92,7 @@ def make_layer(
         return made
 
     return MoELayer(
-        router=TopKRouter(config, weight(EXPERTS, HIDDEN), force_balanced=case.force_balanced),
+        router=TopKRouter(config, weight(EXPERTS, HIDDEN)),
         dispatcher=dispatcher,
         experts=GroupedExperts(
             weight(EXPERTS, 2, WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH), activation="swiglu"
@@ -196,7 +198,7 @@ class ReadingMemory(MetaCloneMemory):
         return super().wait_for_weights(projection, plan)
 
 
-def make_echo_layer(case: Case, options: EchoConfig, *, tries_memory: bool = True) -> MoELayer:
+def make_echo_layer(case: Case, options: EchoOptions, *, tries_memory: bool = True) -> MoELayer:
     """A layer of which experts may have clones."""
     budget = StaticBudget(case.budget)
     echo = Echo(

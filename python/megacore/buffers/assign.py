@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megacore.buffers.options import BufferOptions
 from megacore.buffers.param_checks import NamedParams, require_pairs
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
-from megacore.config import DebugConfig, OptimizerConfig
+from megacore.options import check_options
 from megacore.parallel.instances import HybridShardGroups
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -16,9 +17,8 @@ def make_buffers(
     params: NamedParams,
     *,
     groups: ProcessGroups,
-    optimizer: OptimizerConfig,
+    options: BufferOptions | None = None,
     instances: HybridShardGroups | None = None,
-    debug: DebugConfig | None = None,
 ) -> list[ParamGradBuffer]:
     """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
 
@@ -31,24 +31,16 @@ def make_buffers(
     Args:
         params: Description and parameter of every parameter of this rank, in forward order.
         groups: Process groups of this rank.
-        optimizer: For ``num_instances`` and ``grad_dtype``.
+        options: Layout of the buffers. Default: ``BufferOptions()``.
         instances: Groups of hybrid sharding. Default: one instance.
-        debug: For ``bucket_numel``, ``pad_for_ring`` and ``average_in_collective``. Default: its
-            defaults.
 
     Raises:
-        TypeError: If ``params`` holds no pairs, or ``optimizer`` is not an ``OptimizerConfig``.
+        TypeError: If ``params`` holds no pairs, or ``options`` is not a ``BufferOptions``.
         ValueError: If a parameter cannot be optimized; see :class:`ParamGradBuffer`.
     """
     params = require_pairs(params)
-    given: object = optimizer
-    if not isinstance(given, OptimizerConfig):
-        name = given.__name__ if isinstance(given, type) else type(given).__name__
-        raise TypeError(
-            f"optimizer must be a megacore.config.OptimizerConfig, got {name}; "
-            "DistributedOptimizer, made from these buffers, is the optimizer"
-        )
-    debug = DebugConfig() if debug is None else debug
+    options = BufferOptions() if options is None else options
+    check_options(options, BufferOptions, "options")
     if instances is None:
         instances = HybridShardGroups.split(groups, 1)
     by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
@@ -59,12 +51,12 @@ def make_buffers(
             [params[position] for position in positions],
             dp_group=instances.expert if expert else instances.dense,
             across=instances.expert_across if expert else instances.dense_across,
-            average_in_collective=debug.average_in_collective,
-            bucket_numel=debug.bucket_numel,
-            pad_for_ring=debug.pad_for_ring,
-            distributed=optimizer.distributed,
-            grad_dtype=dtype if optimizer.grads_like_params else torch.float32,
-            fp32_accumulation=optimizer.grad_dtype == "param_fp32_sum",
+            average_in_collective=options.average_in_collective,
+            bucket_numel=options.bucket_numel,
+            pad_for_ring=options.pad_for_ring,
+            distributed=options.distributed,
+            grad_dtype=dtype if options.grads_like_params else torch.float32,
+            fp32_accumulation=options.grad_dtype == "param_fp32_sum",
             grad_scale=(groups.expert_holders if expert else groups.holders).size
             / groups.dp_cp.size,
             positions=positions,

@@ -35,6 +35,27 @@ def closest_matches(word: str, known: Sequence[str], *, count: int) -> list[str]
     return [candidate for *_, candidate in sorted(scored)[:count]]
 
 
+def nearest(word: str, known: Sequence[str], *, count: int) -> list[str]:
+    """Return the known words with the fewest edits from ``word``, however many these are.
+
+    Example:
+        >>> nearest("layers.*.mpl", ["embedding", "layers.0.attn", "layers.0.mlp"], count=1)
+        ['layers.0.mlp']
+    """
+    return sorted(known, key=lambda candidate: edit_distance(word, candidate))[:count]
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return ``"; did you mean X?"`` if a known word is close, else ``""``.
+
+    Example:
+        >>> did_you_mean("tarin", ["train", "plan"])
+        '; did you mean train?'
+    """
+    close = closest_matches(word, known, count=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _allowed_edits(a: str, b: str) -> int:
     letters = min(len(re.sub(r"^-+|(?<=.)\.\w+$", "", text)) for text in (a, b))
     return max(1, letters // 3) if letters > 1 else 0
