@@ -5,9 +5,9 @@
 The model is that of the configuration, with random weights, which take the same time; greedy. Its
 context is `--context` tokens, so that 256 tokens fit; the last row has the configuration's own. The
 contenders take turns; the best round is shown, in processor time of one thread, and both must
-choose the same tokens. ``ratio`` is time without / time with kept keys and values. For orientation,
-the last column has the time of `transformers` with its cache for a Llama of the same width and
-depth (dense, if installed).
+choose the same tokens. ``ratio`` is time without / time with kept keys and values. The last two
+columns have a dense model of the same width and depth, ours and a Llama of `transformers` with its
+cache (if installed), in turns.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def without_past(model: GPTChunk, tokens_BS: Tensor, count: int) -> Tensor:
     return tokens_BS
 
 
-def theirs(config: Config, prompts_BS: Tensor, count: int, context: int) -> float | None:
-    """Seconds of the best of three runs of a Llama in `transformers`."""
+def dense(config: Config, prompts_BS: Tensor, count: int, context: int, rounds: int) -> str:
+    """Times per token of a dense model, ours and that of `transformers`, as two columns."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        return None
+        return "-"
     sizes = config.model
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -75,11 +75,17 @@ def theirs(config: Config, prompts_BS: Tensor, count: int, context: int) -> floa
         )
     ).eval()
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-    def run() -> None:
-        llama.generate(prompts_BS, max_new_tokens=count, **settings)
-
-    return min(take_turns({"theirs": run}, rounds=3, clock=time.process_time)["theirs"])
+    model = whole_model(config, context=context, moe=MoEConfig())
+    times = take_turns(
+        {
+            "ours": partial(generate, model, prompts_BS, max_new_tokens=count, sampling=GREEDY),
+            "theirs": partial(llama.generate, prompts_BS, max_new_tokens=count, **settings),
+        },
+        rounds=rounds,
+        clock=time.process_time,
+    )
+    ours, theirs = (1e3 * min(times[name]) / count for name in ("ours", "theirs"))
+    return f"{ours:6.2f} ms/tok {theirs:6.2f} ms/tok {ours / theirs:5.2f}x"
 
 
 def main() -> None:
@@ -99,7 +105,7 @@ def main() -> None:
     print(
         f"{header('torch')}\n# {count} tokens after {arguments.prompt}; best of {arguments.rounds}"
     )
-    print("context | batch |    with past | without past  ratio | transformers, dense")
+    print("context | batch |    with past | without past  ratio | dense: ours, transformers, ratio")
     for context, batch in (
         (arguments.context, 1),
         (arguments.context, 8),
@@ -120,11 +126,12 @@ def main() -> None:
             clock=time.process_time,
         )
         ours, plain = (min(times[name]) for name in ("with", "without"))
-        other = theirs(config, prompts_BS, count, context) if context > count else None
+        fits = context > count
+        others = dense(config, prompts_BS, count, context, arguments.rounds) if fits else "-"
         print(
             f"{context:7d} | {batch:5d} | {1e3 * ours / count:6.2f} ms/tok | "
             f"{1e3 * plain / count:6.2f} ms/tok {plain / ours:5.1f}x | "
-            f"{f'{1e3 * other / count:6.2f} ms/tok' if other else '-'}",
+            f"{others}",
             flush=True,
         )
 
