@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 def check_options(value: object, kind: type, name: str) -> None:
@@ -35,9 +34,9 @@ def check_values(
     Raises:
         ValueError: With the name, the rule and the value.
     """
-    for name, choices in _choices_of(type(options)).items():
-        value = getattr(options, name)
-        if value not in choices:
+    for name, hint in get_type_hints(type(options)).items():
+        value, choices = getattr(options, name), get_args(hint)
+        if get_origin(hint) is Literal and value not in choices:
             raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
     for name, bound in (least or {}).items():
         value = getattr(options, name)
@@ -47,9 +46,3 @@ def check_values(
         value = getattr(options, name)
         if not value < bound:
             raise ValueError(f"{name} must be below {bound:g}, got {value!r}")
-
-
-@cache
-def _choices_of(kind: type) -> dict[str, tuple[Any, ...]]:
-    hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

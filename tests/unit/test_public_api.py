@@ -114,7 +114,7 @@ def test_make_buffers_says_what_it_takes() -> None:
         make_buffers(list(model.parameters()), groups=groups)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got str, Parameter at position 0; for a parameter"):
         make_buffers(list(model.named_parameters()), groups=groups)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must be a megacore.buffers.BufferOptions, got Adam"):
+    with pytest.raises(TypeError, match=r"must be a megacore\.buffers\.BufferOptions, got Adam"):
         make_buffers(_pairs(model), groups=groups, options=torch.optim.Adam)  # type: ignore[arg-type]
     # What the messages propose works.
     assert make_buffers(_pairs(model), groups=groups)

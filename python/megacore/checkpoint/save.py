@@ -35,8 +35,8 @@ from megacore.checkpoint.format import (
 )
 from megacore.checkpoint.planner import HeldChunks, num_bytes, plan_save
 from megacore.checkpoint.publish import prepare, publish, remove_old
+from megacore.daemon import in_daemon
 from megacore.errors import CheckpointError
-from megacore.launch.store import in_daemon
 from megacore.optim import ParamPiece
 from megacore.parallel.process_groups import ProcessGroups
 

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from megacore.daemon import within
 from megacore.errors import ConfigError, PeerLostError
 from megacore.launch.calls import CallRing
 from megacore.launch.environment import LaunchedRank, launched_rank
 from megacore.launch.stopping import StopRequest
-from megacore.launch.store import LocalStoreAddress, StoreAddress, within
+from megacore.launch.store import LocalStoreAddress, StoreAddress
 
 CONNECT_S = 30.0  # limit of the connection to a store that is there, and of a first request
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megacore.daemon import within
 from megacore.errors import printable
 from megacore.files import PlainUnpickler
 from megacore.launch.call_records import (
@@ -33,7 +34,6 @@ from megacore.launch.call_records import (
 )
 from megacore.launch.calls import is_carrier, site_text
 from megacore.launch.peers import Identity
-from megacore.launch.store import within
 
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

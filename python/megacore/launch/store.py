@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from megacore.daemon import within
 from megacore.errors import ConfigError
 
 T = TypeVar("T")
@@ -171,32 +172,6 @@ class _Channel:
                 answer.set_result(request(store))
             except BaseException as error:  # raised in the thread that asked
                 answer.set_exception(error)
-
-
-def within(seconds: float, action: Callable[[], T]) -> T:
-    """Run ``action`` in a thread that is abandoned after ``seconds``.
-
-    Raises:
-        TimeoutError: If it did not end.
-    """
-    try:
-        return in_daemon(action, name="megacore-store").result(timeout=seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-
-
-def in_daemon(action: Callable[[], T], *, name: str) -> Future[T]:
-    """Run ``action`` in a daemon thread, which does not keep the process from its end."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(action())
-        except BaseException as error:  # raised in the thread that waits
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from megacore.daemon import within
 from megacore.errors import DivergedError, MegacoreError, PeerLostError
 from megacore.launch.call_records import remove_rings, save_rings, saved_folder
 from megacore.launch.calls import CallRing
@@ -29,7 +30,7 @@ from megacore.launch.flight import direct_dumps, save_dump
 from megacore.launch.hang import diagnosis_of_run
 from megacore.launch.peers import Identity, signal_name
 from megacore.launch.stopping import stop_signals_blocked
-from megacore.launch.store import first_line, within
+from megacore.launch.store import first_line
 
 Worker = Callable[[RankContext], int]
 

@@ -160,7 +160,7 @@ class GraphedScope(nn.Module):
     @property
     def _reads_samples(self) -> bool:
         return any(_draws(module) for module in self.modules()) or (
-            self._router is not None and self._router.force_balanced
+            self._router is not None and self._router.options.force_balanced
         )
 
     @property

@@ -1,6 +1,6 @@
 """Mixture of experts: routers, dispatchers, layers and cloning of hot experts (ECHO).
 
-Names that need torch are imported on first use; planning does not need torch.
+Names are imported on first use; options and planning do not need torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megacore.lazy import lazy_names
-from megacore.moe.echo.plan import OffloadPlan, plan_offload
 from megacore.moe.options import EchoOptions, RouterOptions
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         StaticDispatcher,
     )
     from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
+    from megacore.moe.echo.plan import OffloadPlan, plan_offload
     from megacore.moe.echo.reroute import reroute_tokens
     from megacore.moe.experts import GroupedExperts
     from megacore.moe.layer import MoELayer
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         TopKRouter,
         update_expert_biases,
     )
-    from megacore.moe.routing_trace import RoutingLog
 
 __all__ = [
     "AllGatherDispatcher",
@@ -46,7 +45,6 @@ __all__ = [
     "OffloadPlan",
     "RouterGroups",
     "RouterOptions",
-    "RoutingLog",
     "RoutingResult",
     "StaticDispatcher",
     "TokenNames",
@@ -66,12 +64,13 @@ _MODULES = {
     "GroupedExperts": "experts",
     "LocalDispatcher": "dispatchers",
     "MoELayer": "layer",
+    "OffloadPlan": "echo.plan",
     "RouterGroups": "balance",
-    "RoutingLog": "routing_trace",
     "RoutingResult": "router",
     "StaticDispatcher": "dispatchers",
     "TokenNames": "router",
     "TopKRouter": "router",
+    "plan_offload": "echo.plan",
     "plan_offload_on_device": "echo.device_plan",
     "reroute_tokens": "echo.reroute",
     "update_expert_biases": "router",

@@ -70,7 +70,7 @@ class RoutingResult:
 
 
 class Tape(Protocol):
-    """Recorder or replayer of decisions; see `megacore.moe.routing_trace.RoutingTape`."""
+    """Recorder or replayer of decisions."""
 
     def choose(self, layer: int, names: TokenNames, decide: Callable[[], Tensor]) -> Tensor:
         """Choose experts, ``(T, k)`` int64; ``decide`` computes the router's own choice."""
@@ -175,8 +175,7 @@ class TopKRouter(nn.Module):
                 of each sequence, and the mean over sequences is the microbatch's contribution. A
                 pool over ranks (``aux_loss_type="batch"``) uses the mean of all factors, computed
                 in the forward pass.
-            expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts
-                (see :class:`megacore.moe.routing_trace.RoutingLog`).
+            expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts.
             memo: Cache of a recomputed region around the router, if there is one.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -346,11 +345,6 @@ class Topology:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_topology, (self._settings,)
-
-    def _repr_svg_(self) -> str:
-        """Return the picture that a notebook shows."""
-        # By name, because pictures are drawn above this layer.
-        return str(import_module("megacore.view").topology_svg(self))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())

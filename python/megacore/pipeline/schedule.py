@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -326,11 +325,6 @@ class Schedule:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as text."""
         return (Schedule.from_text, (self._native.to_text(),))
-
-    def _repr_svg_(self) -> str:
-        """Return the picture that a notebook shows."""
-        # By name, because pictures are drawn above this layer.
-        return str(import_module("megacore.view").schedule_svg(self))
 
     def __repr__(self) -> str:
         """Name and sizes; ``to_text`` has the actions."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megacore.daemon import within
 from megacore.errors import printable
 from megacore.launch.failure import Failure, record_failure
-from megacore.launch.store import StoreConnection, local_store, within
+from megacore.launch.store import StoreConnection, local_store
 
 
 class _Mute:

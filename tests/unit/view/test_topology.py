@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megacore.errors import ConfigError
 from megacore.parallel import Topology
-from megacore.pipeline import build_schedule
+from megacore.pipeline import Schedule, build_schedule
 from megacore.view import schedule_svg, topology_svg
+from megacore.view.notebook import show_in_notebook
 from megacore.view.theme import dark_rules
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -92,13 +97,28 @@ def test_dark_pages_turn_lightness_around() -> None:
     assert all(value < 0x30 if name == "fill" else value > 0xC0 for name, value in dark)
 
 
-def test_a_notebook_shows_the_picture_that_follows_dark_pages() -> None:
+def test_a_notebook_shows_the_picture_that_follows_dark_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: dict[type, Callable[[Any], str]] = {}
+    formatter = SimpleNamespace(for_type=shown.__setitem__)
+    display = SimpleNamespace(formatters={"image/svg+xml": formatter})
+    shell = SimpleNamespace(display_formatter=display)
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    show_in_notebook()
     topology = Topology(world_size=4, tp=2)
-    svg = topology._repr_svg_()
+    svg = shown[Topology](topology)
     assert svg == topology_svg(topology)
     drawn = set(re.findall(r' fill="(#\w{6})"', svg))
     _, _, rules = svg.partition("prefers-color-scheme:dark")
     assert drawn
     assert all(f'[fill="{colour}"]{{' in rules for colour in drawn)
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    assert schedule._repr_svg_() == schedule_svg(schedule)
+    assert shown[Schedule](schedule) == schedule_svg(schedule)
+
+
+def test_nothing_is_registered_outside_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipython = SimpleNamespace(get_ipython=lambda: None)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    show_in_notebook()
