@@ -200,7 +200,7 @@ class _Rate:
 
     def at(self, step: int) -> float:
         """Compute the learning rate of a step."""
-        return learning_rate(step, config=self._config, steps=self._steps)
+        return learning_rate(step, options=self._config.rate_options(), steps=self._steps)
 
     def changes(self, now: _Rate) -> list[str]:
         """List the settings that differ, without those that follow from others."""

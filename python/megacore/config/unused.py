@@ -272,12 +272,13 @@ def unused_notes(config: Config, filled: ResolvedConfig) -> Iterator[str]:
 def surprise_notes(filled: ResolvedConfig) -> Iterator[str]:
     """Yield one sentence per group of settings that together have another effect than alone."""
     moe, optimizer, steps = filled.moe, filled.optimizer, filled.train.steps
-    constant = moe.normalize or moe.softmax_after_top_k
+    is_after = moe.score_function == "softmax_after_top_k"
+    constant = moe.normalize or is_after
     if _has_experts(filled) and moe.top_k == 1 and constant and moe.aux_loss_coef == 0:
         yield (
             "the router has no gradient of the loss: with moe.top_k = 1, the weight of the only "
             "expert is always the same; set moe.normalize = false"
-            + (' and moe.score_function = "softmax"' if moe.softmax_after_top_k else "")
+            + (' and moe.score_function = "softmax"' if is_after else "")
             + ", or a balancing loss (moe.aux_loss_coef)"
         )
     if optimizer.warmup_steps > steps:
