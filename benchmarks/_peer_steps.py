@@ -34,9 +34,9 @@ def megacore(shape: Shape) -> Step:
     """The trainer of megacore."""
     import torch
 
-    from megacore.config import Config, resolve
-    from megacore.launch.worker import keep_freed_memory
-    from megacore.train.trainer import build_trainer
+    from megatrain.config import Config, resolve
+    from megatrain.launch.worker import keep_freed_memory
+    from megatrain.train.trainer import build_trainer
 
     keep_freed_memory()  # as `megacore train` does
     sections: dict[str, Any] = {

@@ -52,8 +52,8 @@ def step_on_rank(
 
     import torch
 
-    from megacore.config import Config, resolve
-    from megacore.train.trainer import build_trainer
+    from megatrain.config import Config, resolve
+    from megatrain.train.trainer import build_trainer
 
     ctypes.CDLL(None).mallopt(-3, MIB)  # freed tensors leave the process
     world = parallel["cp"]

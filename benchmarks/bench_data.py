@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from _common import finish, header, options, take_turns
-from megacore.config import Config, resolve
-from megacore.data import read_indexed
-from megacore.data.indexed import IndexWriter
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import Config, resolve
+from megatrain.data import read_indexed
+from megatrain.data.indexed import IndexWriter
+from megatrain.train.trainer import Trainer, build_trainer
 
 VOCAB = 1000  # small, so that steps are short
 BLOCK = 10  # steps that are timed together

@@ -33,11 +33,11 @@ import numpy as np
 import torch
 
 from _common import finish, header, on_gloo_ranks, options, take_turns
-from megacore.echo_study.baselines import place_by_load
-from megacore.echo_study.simulate import remote_fraction
-from megacore.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 from megacore.moe import OffloadPlan, plan_offload, plan_offload_on_device
 from megacore.moe.echo.reroute import SourceRow, reroute
+from megatrain.echo_study.baselines import place_by_load
+from megatrain.echo_study.simulate import remote_fraction
+from megatrain.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 
 Counts = np.ndarray
 SKEWS = (0.25, 0.6, 1.2)
@@ -214,8 +214,8 @@ def steps_on_rank(_rank: int, world_size: int, rounds: int) -> dict[str, object]
     """Seconds of the steps of each kind, and the highest load of a rank over the mean."""
     import torch
 
-    from megacore.config import Config, resolve
-    from megacore.train.trainer import build_trainer
+    from megatrain.config import Config, resolve
+    from megatrain.train.trainer import build_trainer
 
     trainers = {}
     for kind in KINDS:

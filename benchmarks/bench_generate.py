@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from _common import header, options, take_turns
-from megacore.config import Config, MoEConfig, load_config, resolve
-from megacore.models.generate import Sampling, generate
-from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
+from megatrain.config import Config, MoEConfig, load_config, resolve
+from megatrain.generation.decoding import Sampling, generate
+from megatrain.models.gpt import GPTChunk
 
 GREEDY = Sampling(temperature=0.0)
 

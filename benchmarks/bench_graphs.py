@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from _common import facts, header, options, row, write_json
-from megacore.config import Config, resolve
 from megacore.graphs import BufferRole, CaptureError
-from megacore.models import init
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import Config, resolve
+from megatrain.models import init
+from megatrain.train.trainer import Trainer, build_trainer
 
 EXPERTS = {"num_experts": 32, "top_k": 2, "ffn_hidden_size": 512}
 STATIC = {"dispatcher": "static", "static_budget": 4.0, "aux_loss_coef": 1e-2}

@@ -22,10 +22,10 @@ import torch
 from torch.nn.functional import linear
 
 from _common import finish, header, options
-from megacore.models.head_loss import head_cross_entropy
-from megacore.models.loss import cross_entropy
-from megacore.models.shape import block_columns
 from megacore.parallel.process_groups import Group
+from megatrain.models.head_loss import head_cross_entropy
+from megatrain.models.loss import cross_entropy
+from megatrain.models.shape import block_columns
 
 
 def status(name: str) -> int:

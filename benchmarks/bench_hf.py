@@ -57,9 +57,7 @@ def prepare(contender: str) -> None:
     if contender == "transformers":
         from transformers.models.llama import modeling_llama  # noqa: F401
     else:
-        import megacore.checkpoint.export_checkpoint
-        import megacore.checkpoint.import_checkpoint
-        import megacore.models.hf  # noqa: F401
+        pass
 
 
 def work(contender: str, source: Path, out: Path) -> int:
@@ -71,8 +69,8 @@ def work(contender: str, source: Path, out: Path) -> int:
         model.save_pretrained(out, max_shard_size="500MB")
         return sum(p.numel() * p.element_size() for p in model.parameters())
     if contender == "megacore in memory":
-        from megacore.models.hf import HFTensors, config_to_hf, import_hf
-        from megacore.models.hf.files import write_json, write_tensors
+        from megatrain.hf import HFTensors, config_to_hf, import_hf
+        from megatrain.hf.files import write_json, write_tensors
 
         imported = import_hf(source)
         values = dict((i.name, p.detach()) for i, p in imported.chunk.param_infos())
@@ -85,14 +83,14 @@ def work(contender: str, source: Path, out: Path) -> int:
         write_tensors(out, tensors.specs, parts, max_shard_bytes=500_000_000)
         return sum(p.numel() * p.element_size() for p in values.values())
     if contender in ("import-hf", "not read back"):
-        from megacore.checkpoint import checked_files
-        from megacore.checkpoint.import_checkpoint import import_checkpoint
+        from megatrain.checkpoint import checked_files
+        from megatrain.hf.import_checkpoint import import_checkpoint
 
         if contender == "not read back":
             checked_files.check_content = lambda *_: None
         import_checkpoint(source, out)
     else:
-        from megacore.checkpoint.export_checkpoint import export_checkpoint
+        from megatrain.hf.export_checkpoint import export_checkpoint
 
         export_checkpoint(source, out, max_shard_bytes=500_000_000)
     return 0

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from _common import finish, header, on_gloo_ranks, options
 
 if TYPE_CHECKING:
-    from megacore.launch.calls import CallRing
-    from megacore.pipeline.phases import PhaseClock
+    from megacore.calls.ring import CallRing
+    from megacore.pipeline.clock import PhaseClock
 
 RANKS = 4
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
@@ -65,14 +65,14 @@ def measure(rank: int, folder: str, pairs: int) -> tuple[list[Step], float, floa
     """Return the steps, and the processor time of one record of the ring and of one phase."""
     import torch
 
-    from megacore.config import load_config, resolve
-    from megacore.launch.calls import CallRing
-    from megacore.launch.stopping import StopRequest
-    from megacore.pipeline.phases import PhaseClock
-    from megacore.train.control import RunControl
-    from megacore.train.metrics import MetricsWriter, StepRecord
-    from megacore.train.trainer import build_trainer
-    from megacore.train.watch import RunWatch
+    from megacore.calls.ring import CallRing
+    from megacore.pipeline.clock import PhaseClock
+    from megatrain.config import load_config, resolve
+    from megatrain.launch.stopping import StopRequest
+    from megatrain.train.control import RunControl
+    from megatrain.train.metrics import MetricsWriter, StepRecord
+    from megatrain.train.trainer import build_trainer
+    from megatrain.train.watch import RunWatch
 
     config = load_config(DEMO)
     config = resolve(config, RANKS, vocab_size=256, cuda=False)

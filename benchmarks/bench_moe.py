@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from _common import header, keep_memory, on_gloo_ranks, options
-from megacore.config import Config, load_config, resolve
 from megacore.moe import AllToAllDispatcher, GroupedExperts, MoELayer, TopKRouter
 from megacore.moe.dispatchers import (
     Dispatcher,
@@ -53,7 +52,8 @@ from megacore.ops.permutation import (
     unpermute_reference,
 )
 from megacore.parallel import ProcessGroups, Topology
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config, load_config, resolve
+from megatrain.train.trainer import build_trainer
 
 EXCHANGED_TOKENS = 512
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"

@@ -71,8 +71,8 @@ def steps_on_rank(
     """For each latency and way the seconds of the steps, and those waited in a step."""
     import torch
 
-    from megacore.config import Config, resolve
-    from megacore.train.trainer import Trainer, build_trainer
+    from megatrain.config import Config, resolve
+    from megatrain.train.trainer import Trainer, build_trainer
 
     def trainer_of(way: dict[str, Any]) -> Trainer:
         config = Config(

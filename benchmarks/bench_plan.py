@@ -27,13 +27,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.plan.cost import LayerCosts
-from megacore.plan.device import FOLDER, Device, load_device
-from megacore.plan.footprint import GIB, Footprint, footprints
-from megacore.plan.forecast import forecast
-from megacore.plan.search import search
-from megacore.plan.spec import ModelSpec, RunSpec
-from megacore.plan.step_time import StepTime, stage_layers, step_time
+from megatrain.plan.cost import LayerCosts
+from megatrain.plan.device import FOLDER, Device, load_device
+from megatrain.plan.footprint import GIB, Footprint, footprints
+from megatrain.plan.forecast import forecast
+from megatrain.plan.search import search
+from megatrain.plan.spec import ModelSpec, RunSpec
+from megatrain.plan.step_time import StepTime, stage_layers, step_time
 
 _DEVICES = {"A100-80": "a100", "H100-96-500W": "h100-500w"}
 

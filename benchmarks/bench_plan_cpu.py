@@ -28,12 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from _common import finish, header, on_gloo_ranks, options
-from megacore.config import Config, resolve
-from megacore.plan.device import load_device
-from megacore.plan.forecast import Forecast, forecast
-from megacore.plan.spec_from_config import model_spec, run_spec
-from megacore.plan.state import state_bytes
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config, resolve
+from megatrain.plan.device import load_device
+from megatrain.plan.forecast import Forecast, forecast
+from megatrain.plan.spec_from_config import model_spec, run_spec
+from megatrain.plan.state import state_bytes
+from megatrain.train.trainer import build_trainer
 
 MODEL = {
     "hidden_size": 192,

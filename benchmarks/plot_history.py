@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import options
-from megacore.report.charts import ChartSpec, Reference, Series, line_chart
+from megatrain.report.charts import ChartSpec, Reference, Series, line_chart
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT, COLUMNS, LINE = 320, 170, 3, 16

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
-from megacore.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from megacore.optim import DistributedOptimizer, OptimizerOptions
 from megacore.parallel import ParamInfo, ProcessGroups, Topology
 from megacore.pipeline import ActivationSpec, PipelineExecutor, build_schedule, receives_for
+from megatrain.checkpoint import TrainState, load_checkpoint, save_checkpoint
 
 NUM_BLOCKS, WIDTH = 4, 16
 GLOBAL_MICROBATCHES, MICROBATCH_SIZE = 8, 4  # microbatches of one step over all pipelines

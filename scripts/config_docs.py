@@ -11,9 +11,9 @@ from typing import get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megacore.config import section_classes
-from megacore.config.resolved import derived_keys
-from megacore.config.toml_file import toml_value
+from megatrain.config import section_classes
+from megatrain.config.resolved import derived_keys
+from megatrain.config.toml_file import toml_value
 
 HEAD = """\
 # Configuration

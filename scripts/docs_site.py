@@ -132,7 +132,7 @@ def commands_page() -> str:
     import argparse
     import importlib
 
-    from megacore.cli import COMMANDS, Parser
+    from megatrain.cli import COMMANDS, Parser
 
     parts = [
         "# Commands\n\nThe output of `megacore COMMAND --help`. Commands that take settings accept "
@@ -141,7 +141,7 @@ def commands_page() -> str:
     ]
     for name in COMMANDS:
         commands = argparse.ArgumentParser(prog="megacore").add_subparsers(parser_class=Parser)
-        importlib.import_module(f"megacore.cli.{name.replace('-', '_')}").add_parser(commands)
+        importlib.import_module(f"megatrain.cli.{name.replace('-', '_')}").add_parser(commands)
         parts.append(f"## {name}\n\n```text\n{commands.choices[name].format_help()}```\n")
     return "\n".join(parts)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megacore.config import Config, resolve
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config, resolve
+from megatrain.train.trainer import build_trainer
 
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "seq_length": 128}
 MODELS: dict[str, dict[str, Any]] = {

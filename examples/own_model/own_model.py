@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from megacore.api import (
+from megatrain.api import (
     ColumnLinear,
     Embedding,
     Head,

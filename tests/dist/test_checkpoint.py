@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.checkpoint import (
+from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.topology import Topology
+from megatrain.checkpoint import (
     CheckpointSaver,
     TrainState,
     find_checkpoint,
@@ -20,12 +25,7 @@ from megacore.checkpoint import (
     load_full_weights,
     save_checkpoint,
 )
-from megacore.checkpoint import save as save_module
-from megacore.errors import CheckpointError
-from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
-from megacore.parallel.topology import Topology
+from megatrain.checkpoint import save as save_module
 from tests.support.checkpoints import assert_equal_pieces, full_values, make_pieces
 from tests.support.distributed import RankFailed, run_ranks
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.checkpoint import (
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.topology import Topology
+from megatrain.checkpoint import (
     CheckpointSaver,
     TrainState,
     find_checkpoint,
     load_checkpoint,
     load_full_weights,
 )
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
-from megacore.parallel.topology import Topology
 from tests.support.checkpoints import make_pieces
 
 pytestmark = pytest.mark.dist

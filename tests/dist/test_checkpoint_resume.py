@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.train.loop import train
+from megatrain.train.loop import train
 from tests.support.configs import changed_config, rank_context
 from tests.support.distributed import run_ranks
 

@@ -22,7 +22,7 @@ from megacore.parallel.collectives import (
     isend,
     reduce_scatter,
 )
-from megacore.parallel.gloo_messages import chunk_length
+from megacore.parallel.host.gloo_messages import chunk_length
 from tests.support.distributed import run_ranks
 
 WORLD = 4

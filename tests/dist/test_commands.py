@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megacore.checkpoint import publish
-from megacore.cli import main
-from megacore.config import load_config
 from megacore.errors import CheckpointError
+from megatrain.checkpoint import publish
+from megatrain.cli import main
+from megatrain.config import load_config
 from tests.support.jobs import Ended, Job, assert_gone, start_function
 
 pytestmark = pytest.mark.dist

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megacore.models import context_ring
-from megacore.models.attention_parts import ScoreRule
-from megacore.models.context_parallel import Masks, causal_attention
 from megacore.ops.split_backward import backward_input
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
 from megacore.parallel.row_exchange import all_to_all_async
 from megacore.parallel.sequence import context_positions
+from megatrain.models.attention import ring
+from megatrain.models.attention.blockwise import ScoreRule
+from megatrain.models.attention.context_parallel import Masks, causal_attention
 from tests.support.distributed import run_ranks
 
 SEQUENCE, WORLD = 24, 2
@@ -82,7 +82,7 @@ def exchanges_of_sinks(_rank: int) -> tuple[int, int]:
 
     expected = torch.autograd.grad(loss(), [x, sinks])
     output = get_gradient_edge(loss())
-    with mock.patch.object(context_ring, "all_to_all_async", wraps=all_to_all_async) as exchange:
+    with mock.patch.object(ring, "all_to_all_async", wraps=all_to_all_async) as exchange:
         grad, weights = backward_input(output, None, x)
         of_activations = exchange.call_count
         weights.run()

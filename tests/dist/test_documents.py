@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.data import Dataset, Sample, write_indexed
 from megacore.parallel.batch import Documents, Microbatch
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.data import Dataset, Sample, write_indexed
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import make_config
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks

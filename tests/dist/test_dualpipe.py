@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.data import microbatch
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.data import microbatch
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import own_gradients, whole_gradients
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
-from megacore.config import Config
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.params import ParamInfo, ShardPosition
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megatrain.config import Config
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks

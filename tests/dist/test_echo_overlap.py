@@ -13,9 +13,9 @@ from megacore.moe.echo.clones import LayerClones, set_of_turn
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.echo.transports import MemoryClones, MessageClones
 from megacore.ops.echo_counts import EchoCounts
-from megacore.parallel.turns import InterleavedPair, turn_index
-from megacore.plan.echo_estimate import estimate_echo
-from megacore.train.trainer import Trainer
+from megacore.parallel.interleave import InterleavedPair, turn_index
+from megatrain.plan.echo_estimate import estimate_echo
+from megatrain.train.trainer import Trainer
 from tests.dist.test_echo import ECHO, skewed_trainer
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.cli import main
-from megacore.cli.train import resolve_for_training
 from megacore.errors import MegacoreError
-from megacore.train.evaluate import evaluate, open_source
-from megacore.train.loop import train
+from megatrain.cli import main
+from megatrain.cli.train import resolve_for_training
+from megatrain.train.evaluate import evaluate, open_source
+from megatrain.train.loop import train
 from tests.support.configs import FOUR_LAYERS, changed_config, rank_context
 from tests.support.distributed import run_ranks
 from tests.support.hf_models import save_theirs

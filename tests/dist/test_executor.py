@@ -27,7 +27,7 @@ from megacore.pipeline import (
     build_schedule,
     forward_backward,
 )
-from megacore.view import timeline_svg
+from megatrain.view import timeline_svg
 from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megacore.launch.context import RankContext
-from megacore.launch.failure import Failure, FailureMonitor, record_failure
-from megacore.launch.peers import Identity
-from megacore.launch.store import StoreAddress
+from megacore.calls.processes import Identity
+from megatrain.launch.context import RankContext
+from megatrain.launch.failure import Failure, FailureMonitor, record_failure
+from megatrain.launch.store import StoreAddress
 from tests.support.jobs import Job, start_function
 
 pytestmark = pytest.mark.dist

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.cli import main
-from megacore.config import ResolvedConfig, load_config, resolve
 from megacore.optim.lr import learning_rate
-from megacore.train.initial_weights import load_initial_weights
-from megacore.train.trainer import build_trainer
+from megatrain.cli import main
+from megatrain.config import ResolvedConfig, load_config, resolve
+from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 from tests.support.hf_models import MODELS, save_theirs

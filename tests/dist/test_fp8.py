@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.train.trainer import build_trainer
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import make_config
 from tests.support.distributed import run_ranks
 

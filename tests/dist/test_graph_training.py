@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config
 from megacore.graphs.observe import Recording
-from megacore.models.layers import RMSNorm
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config
+from megatrain.models.layers import RMSNorm
+from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import changed_config
 from tests.support.distributed import RankFailed, run_ranks

@@ -17,11 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.cli import main
-from megacore.launch.call_records import read_rings, ring_folder
-from megacore.launch.flight import save_dump
-from megacore.launch.hang import Diagnosis, diagnose, diagnosis_of_run
-from megacore.launch.start import LaunchOptions, RankContext, run_ranks_local
+from megacore.calls.records import read_rings, ring_folder
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import (
     all_gather,
@@ -33,6 +29,10 @@ from megacore.parallel.collectives import (
     reduce_scatter,
 )
 from megacore.parallel.row_exchange import RowSplits, all_to_all
+from megatrain.cli import main
+from megatrain.hang.diagnosis import Diagnosis, diagnose, diagnosis_of_run
+from megatrain.hang.flight import save_dump
+from megatrain.launch.start import LaunchOptions, RankContext, run_ranks_local
 from tests.support.campaigns import representatives
 from tests.support.jobs import Job, start_function
 

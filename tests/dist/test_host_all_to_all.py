@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
-from megacore.parallel.host_all_to_all import NUM_EXCHANGES
+from megacore.parallel.host.row_all_to_all import NUM_EXCHANGES
 from megacore.parallel.row_exchange import RowSplits, all_to_all_async, start_exchange
 from tests.support.distributed import run_ranks
 

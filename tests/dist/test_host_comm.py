@@ -23,7 +23,7 @@ from megacore.parallel.collectives import (
     broadcast_,
     reduce_scatter,
 )
-from megacore.parallel.host_memory import Place
+from megacore.parallel.host.shared_memory import Place
 from tests.support.distributed import run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ import torch
 from megacore.buffers import ParamGradBuffer
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import all_gather, reduce_scatter
-from megacore.parallel.host_window import WindowTensor
+from megacore.parallel.host.window import WindowTensor
 from megacore.parallel.params import ParamInfo
 from tests.support.distributed import RankFailed, run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megacore.models.hf import import_hf
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.batch import Microbatch
+from megatrain.hf import import_hf
 from tests.support.distributed import run_ranks
 
 CONFIG = {

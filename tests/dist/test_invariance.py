@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config
+from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore
 
-from megacore.launch.store import StoreAddress
+from megatrain.launch.store import StoreAddress
 from tests.support.jobs import (
     Ended,
     Job,

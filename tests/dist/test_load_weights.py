@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint import TrainState, load_full_weights, save_checkpoint
-from megacore.checkpoint.export_checkpoint import export_checkpoint
-from megacore.checkpoint.import_checkpoint import import_checkpoint
 from megacore.errors import CheckpointError, MegacoreError
-from megacore.train.initial_weights import load_initial_weights
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.checkpoint import TrainState, load_full_weights, save_checkpoint
+from megatrain.hf.export_checkpoint import export_checkpoint
+from megatrain.hf.import_checkpoint import import_checkpoint
+from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
 

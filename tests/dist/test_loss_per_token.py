@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import Config
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.dist.test_invariance import make_config
 from tests.dist.test_moe_invariance import make_config as make_moe_config
 from tests.support.distributed import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.parallel import Group, ProcessGroups, Topology
-from megacore.parallel.mailbox import Channel, Mailbox
+from megacore.parallel.host.mailbox import Channel, Mailbox
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

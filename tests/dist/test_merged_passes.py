@@ -14,8 +14,8 @@ from megacore._core import Action, ActionKind
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.pipeline.execution import ProgramRun
-from megacore.plan.layout import train_schedule
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.plan.layout import train_schedule
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.data import load_tokenizer
+from megatrain.cli import main
+from megatrain.data import load_tokenizer
 from tests.support.jobs import Ended, start_function
 
 pytestmark = pytest.mark.dist

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint import CheckpointSaver, TrainState, load_checkpoint
-from megacore.models import gpt
-from megacore.train.trainer import build_trainer
+from megatrain.checkpoint import CheckpointSaver, TrainState, load_checkpoint
+from megatrain.models import gpt
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import (
     EP2,
     ETP1,

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from megacore.buffers import make_buffers
 from megacore.buffers.options import BufferOptions
-from megacore.config import OptimizerConfig
 from megacore.errors import ConfigError
 from megacore.optim import DistributedOptimizer, ParamGroup
 from megacore.optim.options import OptimizerOptions
 from megacore.optim.param_group import check_patterns
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.instances import HybridShardGroups
-from megacore.train.trainer import build_trainer
+from megatrain.config import OptimizerConfig
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_distributed_optimizer import backward, dp_groups, make_params
 from tests.dist.test_invariance import make_config
 from tests.support.distributed import run_ranks

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.launch.call_records import ring_folder
+from megacore.calls.records import ring_folder
+from megatrain.cli import main
 from tests.support.campaigns import representatives
 from tests.support.jobs import Job, start_function
 

@@ -14,7 +14,7 @@ from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ParamInfo
-from megacore.train.trainer import build_trainer
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_invariance import make_config
 from tests.support.campaigns import representatives
 from tests.support.distributed import RankFailed, run_ranks

@@ -11,7 +11,7 @@ from megacore.moe.dispatchers import HostPeers
 from megacore.moe.dispatchers.peer_memory import PendingPull
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
-from megacore.train.trainer import build_trainer
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import EP2, PP2, make_config
 from tests.support.distributed import run_ranks
 

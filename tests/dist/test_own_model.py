@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.cli import main
-from megacore.config import load_config, resolve
-from megacore.train.trainer import build_trainer
+from megatrain.cli import main
+from megatrain.config import load_config, resolve
+from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
 from tests.support.jobs import Ended, start_function

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
+from megatrain.cli import main
 from tests.support.campaigns import representatives
 from tests.support.jobs import start_function
 

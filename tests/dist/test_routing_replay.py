@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config
 from megacore.errors import MegacoreError
-from megacore.plan.run_plan import check_plan
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config
+from megatrain.plan.run_plan import check_plan
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import make_config
 from tests.support.distributed import run_ranks
 

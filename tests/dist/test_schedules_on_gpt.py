@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ModelConfig
-from megacore.models import gpt
-from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups, Topology
 from megacore.pipeline import (
     ActionKind,
@@ -22,6 +19,9 @@ from megacore.pipeline import (
     partition_layers,
     schedule_catalog,
 )
+from megatrain.config import ModelConfig
+from megatrain.models import gpt
+from megatrain.models.gpt import GPTChunk
 from tests.support.distributed import run_ranks
 from tests.support.models import params_by_name, random_batch, tiny_config
 

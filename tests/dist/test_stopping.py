@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.launch.peers import process_state
+from megacore.calls.processes import process_state
+from megatrain.cli import main
 from tests.support.campaigns import representatives
 from tests.support.jobs import Ended, Job, assert_gone, start_command, start_function
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from megacore.config import ModelConfig
-from megacore.models import gpt, mappings
-from megacore.models.generate import generate
-from megacore.models.gpt import GPTChunk
-from megacore.models.loss import cross_entropy
 from megacore.parallel import Group, ProcessGroups, Topology
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megatrain.config import ModelConfig
+from megatrain.generation.decoding import generate
+from megatrain.models import gpt, mappings
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.loss import cross_entropy
 from tests.support.distributed import run_ranks
 from tests.support.models import random_batch, tiny_config, whole_model
 from tests.support.sharding import unshard

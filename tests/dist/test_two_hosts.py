@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.launch.store import StoreAddress
+from megatrain.cli import main
+from megatrain.launch.store import StoreAddress
 from tests.support.campaigns import representatives
 from tests.support.hosts import Host, Hosts, two_hosts
 from tests.support.jobs import Ended, Job, start_function

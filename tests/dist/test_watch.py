@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.cli import main
-from megacore.config import resolve
-from megacore.report import read_metrics
-from megacore.train.trainer import build_trainer
-from megacore.train.watch import INTERVAL, RunWatch
+from megatrain.cli import main
+from megatrain.config import resolve
+from megatrain.report import read_metrics
+from megatrain.train.trainer import build_trainer
+from megatrain.train.watch import INTERVAL, RunWatch
 from tests.dist.test_invariance import make_config
 from tests.support.distributed import run_ranks
 from tests.support.jobs import start_command

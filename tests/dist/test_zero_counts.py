@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.cli import main
 from megacore.errors import ConfigError
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.cli import main
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.dist.test_invariance import make_config
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks

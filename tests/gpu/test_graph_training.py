@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, resolve
 from megacore.graphs import CaptureError
-from megacore.models.layers import RMSNorm
 from megacore.ops.gemm_cuda import takes_kernel
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import Config, resolve
+from megatrain.models.layers import RMSNorm
+from megatrain.train.trainer import Trainer, build_trainer
 
 pytestmark = pytest.mark.gpu
 

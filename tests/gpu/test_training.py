@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config, resolve
-from megacore.train.trainer import build_trainer
-from megacore.train.watch import RunWatch
+from megatrain.config import Config, resolve
+from megatrain.train.trainer import build_trainer
+from megatrain.train.watch import RunWatch
 from tests.support.jobs import start_command
 
 pytestmark = pytest.mark.gpu

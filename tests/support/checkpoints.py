@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import TrainState, save_checkpoint
 from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo, shard
 from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.checkpoint import TrainState, save_checkpoint
 
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
 
@@ -89,7 +89,7 @@ class ThreadWorld:
         self.size = tp * dp
         self._barrier = threading.Barrier(self.size, timeout=20)
         self._slots: list[Any] = [None] * self.size
-        monkeypatch.setattr("megacore.checkpoint.agreement.all_gather_objects", self._all_gather)
+        monkeypatch.setattr("megatrain.checkpoint.agreement.all_gather_objects", self._all_gather)
 
     def run(self, fn: Callable[[ProcessGroups], T]) -> list[T]:
         """Call ``fn`` on every rank; return the results, or raise the first error."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megacore.config import Config, resolve
-from megacore.launch.stopping import StopRequest
+from megatrain.config import Config, resolve
+from megatrain.launch.stopping import StopRequest
 
 # Four layers: enough for pipelines of four ranks or of two with two chunks.
 FOUR_LAYERS: Mapping[str, Any] = MappingProxyType(

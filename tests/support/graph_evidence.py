@@ -20,8 +20,8 @@ from megacore.buffers.grad_reducer import GradReducer
 from megacore.buffers.param_gatherer import ParamGatherer
 from megacore.graphs.layer import LayerSite
 from megacore.graphs.observe import Recording
-from megacore.models.captured import transformer_layers
-from megacore.train.trainer import Trainer
+from megatrain.models.captured import transformer_layers
+from megatrain.train.trainer import Trainer
 
 REDUCED, GATHERED = "reductions in backward passes", "weights awaited in forward passes"
 

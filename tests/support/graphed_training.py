@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megacore.config import Config, resolve
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import Config, resolve
+from megatrain.train.trainer import Trainer, build_trainer
 
 STEPS = 6
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "aux_loss_coef": 1e-2}

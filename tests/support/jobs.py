@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.launch.peers import process_state
+from megacore.calls.processes import process_state
 
 
 @dataclass(frozen=True, kw_only=True)

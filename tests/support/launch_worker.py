@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, DataError
-from megacore.launch.start import (
+from megatrain.launch.start import (
     LaunchOptions,
     RankContext,
     run_ranks_local,

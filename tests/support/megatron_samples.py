@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.data import write_indexed
+from megatrain.data import write_indexed
 
 VOCAB = 1000
 # Per case: source files with weights, split, seed, sequence length and sizes of the splits.

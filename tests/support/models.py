@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
-from megacore.config import ModelConfig
-from megacore.models.gpt import GPTChunk
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.config import ModelConfig
+from megatrain.models.gpt import GPTChunk
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacore.api import LossContext, Microbatch, Sample, token_loss
+from megatrain.api import LossContext, Microbatch, Sample, token_loss
 
 SEQUENCE = 16
 

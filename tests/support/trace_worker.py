@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megacore.train.trainer import build_trainer
+from megatrain.train.trainer import build_trainer
 from tests.dist.test_invariance import make_config
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import COMMANDS, main, parse
-from megacore.config import load_config, section_classes
+from megatrain.cli import COMMANDS, main, parse
+from megatrain.config import load_config, section_classes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -122,7 +122,7 @@ def parser_knows(name: str, option: str) -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"megacore.cli.{name.replace('-', '_')}").add_parser(
+    importlib.import_module(f"megatrain.cli.{name.replace('-', '_')}").add_parser(
         commands := parser.add_subparsers()
     )
     known = set(commands.choices[name]._option_string_actions)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import COMMANDS
+from megatrain.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))

@@ -36,15 +36,15 @@ def test_importing_the_package_loads_next_to_nothing(bare: set[str]) -> None:
 
 
 def test_help_and_mistakes_of_the_command_line_do_not_load_torch() -> None:
-    code = "from megacore.cli import main; main(['train', 'nowhere.toml'])"
+    code = "from megatrain.cli import main; main(['train', 'nowhere.toml'])"
     assert not {"torch", "numpy", "rich"} & modules_after(code)
 
 
 def test_training_does_not_load_the_compiler_of_torch() -> None:
     code = """
 import torch
-from megacore.config import Config, resolve
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config, resolve
+from megatrain.train.trainer import build_trainer
 config = resolve(Config(train={"steps": 1, "eval_interval": 0}), 1, vocab_size=256)
 build_trainer(config, world_size=1, device=torch.device("cpu")).train_step(0)
 """
@@ -52,8 +52,8 @@ build_trainer(config, world_size=1, device=torch.device("cpu")).train_step(0)
 
 
 def test_submodules_load_on_first_use(bare: set[str]) -> None:
-    added = modules_after("import megacore; megacore.config.Config") - bare
-    assert {"megacore.config", "pydantic"} <= added
+    added = modules_after("import megacore; megatrain.config.Config") - bare
+    assert {"megatrain.config", "pydantic"} <= added
     assert "torch" not in added
 
 
@@ -67,7 +67,7 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 def test_a_prediction_of_a_plan_does_not_load_torch(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text('[train]\nglobal_batch_size = 2048\nmicrobatch_size = 1\ndtype = "bfloat16"\n')
-    code = f"from megacore.cli import main; main(['plan', {str(path)!r}, '--gpus', '2048'])"
+    code = f"from megatrain.cli import main; main(['plan', {str(path)!r}, '--gpus', '2048'])"
     result = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; assert 'torch' not in sys.modules"],
         capture_output=True,

@@ -222,7 +222,7 @@ def test_a_planted_circle_of_includes_is_found() -> None:
 
 
 def test_planted_upward_imports_are_found() -> None:
-    assert python_violations("parallel", "from megacore.models.gpt import GPTChunk") == ["models"]
+    assert python_violations("parallel", "from megatrain.models.gpt import GPTChunk") == ["models"]
     assert python_violations("pipeline", "import megacore.buffers.plan") == ["buffers"]
     assert python_violations("ops", "from megacore import config") == ["config"]
 

@@ -14,17 +14,7 @@ from torch import nn
 
 import megacore
 from megacore.buffers import make_buffers
-from megacore.config import (
-    CheckpointConfig,
-    Config,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    load_config,
-    resolve,
-)
 from megacore.errors import ConfigError, MegacoreError
-from megacore.models.shape import GPTShape
 from megacore.moe import TopKRouter
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups
@@ -35,6 +25,16 @@ from megacore.pipeline import (
     build_schedule,
     get_forward_backward_func,
 )
+from megatrain.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    load_config,
+    resolve,
+)
+from megatrain.models.shape import GPTShape
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "public_api.txt"
@@ -160,7 +160,7 @@ def test_values_have_readable_texts() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: resolve({"model": {}}, 1), "config must be a megacore.config.Config, got dict"),
+        (lambda: resolve({"model": {}}, 1), "config must be a megatrain.config.Config, got dict"),
         (lambda: resolve(Config(), 0), "world_size must be at least 1, got 0"),
         (
             lambda: TopKRouter({}, nn.Parameter(torch.eye(2))),
@@ -168,7 +168,7 @@ def test_values_have_readable_texts() -> None:
         ),
         (
             lambda: GPTShape.from_config({}),
-            "config must be a megacore.config.ModelConfig, got dict",
+            "config must be a megatrain.config.ModelConfig, got dict",
         ),
         (lambda: Config(model={"x": 1}), "ModelConfig has no setting x; it has factory"),
         (

@@ -19,7 +19,7 @@ from megacore.parallel.async_collectives import (
     reduce_scatter_async,
 )
 from megacore.parallel.collectives import all_gather, all_reduce_
-from megacore.parallel.host_window import WindowTensor
+from megacore.parallel.host.window import WindowTensor
 from megacore.parallel.process_groups import Group
 
 # Reductions in flight without a window, which may hold staging memory of their bucket each.

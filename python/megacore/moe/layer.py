@@ -16,8 +16,8 @@ from megacore.moe.dispatchers import Dispatcher, DispatchPlan
 from megacore.moe.echo.layer import Echo, EchoDispatchPlan
 from megacore.moe.experts import GroupedExperts
 from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
-from megacore.ops.library import in_inference
 from megacore.ops.recompute import RecomputeCache, is_recomputed
+from megacore.ops.register import in_inference
 from megacore.parallel.params import has_hooks, use_params
 
 TokenMap = Callable[[Tensor], Tensor]

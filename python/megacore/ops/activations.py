@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dense import wide, wide_dtype
-from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:

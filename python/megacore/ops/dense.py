@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.library import (
+from megacore.ops.register import (
     ALIGNMENT,
     DTYPES,
     aligned,

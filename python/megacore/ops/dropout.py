@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.counter_random import token_numbers
-from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
 
 
 def counter_dropout(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.library import define_op, native
+from megacore.ops.register import define_op, native
 
 _DTYPES = (torch.float64,)
 

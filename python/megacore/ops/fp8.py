@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.gemm_cuda import launch_grouped, takes_fp8_kernels
-from megacore.ops.library import define_op
 from megacore.ops.quantize import (
     BLOCK,
     quantize_blocks,
@@ -33,6 +32,7 @@ from megacore.ops.quantize import (
     quantize_rows,
     row_blocks,
 )
+from megacore.ops.register import define_op
 
 # clear_padding and expected_rows of a product of groups of rows.
 _Hints = tuple[bool, int]

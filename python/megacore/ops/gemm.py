@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megacore.ops import gemm_cpu, gemm_torch
 from megacore.ops.dense import wide_dtype
 from megacore.ops.gemm_cuda import choose_backend, launch_grouped
-from megacore.ops.library import define_gradient, define_op, describe
+from megacore.ops.register import define_gradient, define_op, describe
 
 
 def grouped_gemm(

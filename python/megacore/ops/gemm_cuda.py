@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm_torch import has_grouped_mm
-from megacore.ops.library import aligned, launch
+from megacore.ops.register import aligned, launch
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 

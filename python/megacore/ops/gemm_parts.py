@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.gemm_cuda import Product, launch_grouped, takes_kernel
-from megacore.ops.library import define_op
+from megacore.ops.register import define_op
 
 
 def part_product_(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacore import _core
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.library import DTYPES, launch
+from megacore.ops.register import DTYPES, launch
 
 
 @dataclass(frozen=True, kw_only=True)

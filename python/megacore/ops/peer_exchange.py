@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.library import DTYPES, define_op, launch
 from megacore.ops.permutation import sort_by_expert
+from megacore.ops.register import DTYPES, define_op, launch
 
 _MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
 

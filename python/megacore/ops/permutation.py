@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.dense import wide_dtype
-from megacore.ops.library import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megacore.ops.gemm_cuda import MAX_EXPERTS
-from megacore.ops.library import DTYPES, define_op, native
+from megacore.ops.register import DTYPES, define_op, native
 
 Kernel = Callable[..., None]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.dense import wide
-from megacore.ops.library import DTYPES, define_gradient, define_op, native
+from megacore.ops.register import DTYPES, define_gradient, define_op, native
 
 Kernel = Callable[..., None]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.library import define_op, native
+from megacore.ops.register import define_op, native
 from megacore.ops.topk import top_k
 
 Kernel = Callable[..., None]

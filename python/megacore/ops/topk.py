@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.library import define_op, describe, native
+from megacore.ops.register import define_op, describe, native
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

@@ -35,7 +35,7 @@ from megacore.options import check_options
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.pipeline.phases import PhaseClock, in_phase
+from megacore.pipeline.clock import PhaseClock, in_phase
 
 
 class StepResult:

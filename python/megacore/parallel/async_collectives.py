@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from megacore.launch.call_records import ENQUEUED, ON_DEVICE
-from megacore.launch.calls import Call
+from megacore.calls.records import ENQUEUED, ON_DEVICE
+from megacore.calls.ring import Call
 from megacore.parallel import collectives
 from megacore.parallel.process_groups import Group
 

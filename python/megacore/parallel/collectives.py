@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megacore._core import HostComm
-from megacore.launch.call_records import DONE, ENQUEUED, ON_DEVICE, STARTED
-from megacore.launch.calls import Call
-from megacore.parallel.gloo_messages import GlooMessages
-from megacore.parallel.host_memory import HOST_DTYPES, HostCommunicator
+from megacore.calls.records import DONE, ENQUEUED, ON_DEVICE, STARTED
+from megacore.calls.ring import Call
+from megacore.parallel.host.gloo_messages import GlooMessages
+from megacore.parallel.host.shared_memory import HOST_DTYPES, HostCommunicator
 from megacore.parallel.process_groups import Group, backend_for
 
 # An exchange of all slices of at most this size is as fast as one in chunks, with less overhead.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megacore.errors import ConfigError
-from megacore.parallel.holders import holder_groups
 from megacore.parallel.process_groups import Group, ProcessGroups, _GroupMaker, host_connector
+from megacore.parallel.replicas import holder_groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
+from megacore.calls.ring import CallRing, GroupCalls
 from megacore.errors import ConfigError
-from megacore.launch.calls import CallRing, GroupCalls
-from megacore.parallel.gloo_messages import GlooMessages
-from megacore.parallel.holders import embedding_groups, holder_groups
-from megacore.parallel.host_memory import (
+from megacore.parallel.host.gloo_messages import GlooMessages
+from megacore.parallel.host.shared_memory import (
     DEFAULT_SLOT_BYTES,
     HostCommunicator,
     HostConnector,
     HostPath,
 )
+from megacore.parallel.replicas import embedding_groups, holder_groups
 from megacore.parallel.topology import Topology
 
 # Field of ProcessGroups -> (view of the topology, token). The order is the canonical order of

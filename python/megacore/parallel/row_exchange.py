@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.launch.call_records import ANY
+from megacore.calls.records import ANY
 from megacore.parallel.async_collectives import PendingCollective, enqueued
 from megacore.parallel.collectives import all_gather, reduce_scatter
+from megacore.parallel.interleave import num_turns_given, yield_turn
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import num_turns_given, yield_turn
 
 
 @dataclass(frozen=True)

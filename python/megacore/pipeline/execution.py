@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore._core import Action, ActionKind, Program, StateMachine
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input, whole_backward
-from megacore.parallel.turns import InterleavedPair, idle_work
+from megacore.parallel.interleave import InterleavedPair, idle_work
+from megacore.pipeline.clock import PhaseClock, in_phase, named_range
 from megacore.pipeline.messages import Incoming, Transport
-from megacore.pipeline.phases import PhaseClock, in_phase, named_range
 from megacore.pipeline.recorder import ActionRecorder
 
 # Result of a stage: its output; on the last stage a scalar loss, or (loss, number of tokens).

@@ -15,8 +15,8 @@ from functools import cached_property
 from torch import nn
 
 from megacore._core import Program
+from megacore.parallel.interleave import InterleavedPair
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import InterleavedPair
 from megacore.pipeline.activation import (
     ActivationSpec,
     StageActivations,
@@ -24,6 +24,7 @@ from megacore.pipeline.activation import (
     uses_nccl,
 )
 from megacore.pipeline.agreement import require_same_schedule
+from megacore.pipeline.clock import PhaseClock
 from megacore.pipeline.execution import (
     BeforeBackward,
     ForwardStep,
@@ -32,7 +33,6 @@ from megacore.pipeline.execution import (
     StepLosses,
 )
 from megacore.pipeline.messages import Transport, connect, open_mailbox
-from megacore.pipeline.phases import PhaseClock
 from megacore.pipeline.recorder import ActionRecorder
 from megacore.pipeline.schedule import Schedule
 

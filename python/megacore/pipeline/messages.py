@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore._core import Action, ActionKind, Program
 from megacore.parallel.async_collectives import is_capturing
 from megacore.parallel.collectives import Message, irecv, isend
-from megacore.parallel.mailbox import Channel, Mailbox
+from megacore.parallel.host.mailbox import Channel, Mailbox
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import ActivationSpec, StageActivations
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megacore import _core
-from megacore.checkpoint import (
+from megacore.errors import CheckpointError
+from megatrain.checkpoint import (
     archives,
     checked_files,
     find_checkpoint,
@@ -20,10 +21,9 @@ from megacore.checkpoint import (
     load_full_weights,
     save,
 )
-from megacore.checkpoint.archives import archive_of, bytes_of
-from megacore.checkpoint.checked_files import CheckedReader, FileSum
-from megacore.checkpoint.load import StoredWeights
-from megacore.errors import CheckpointError
+from megatrain.checkpoint.archives import archive_of, bytes_of
+from megatrain.checkpoint.checked_files import CheckedReader, FileSum
+from megatrain.checkpoint.load import StoredWeights
 from tests.support.checkpoints import GROUPS, save_small, small_pieces
 from tests.support.checkpoints import TENSORS as TENSOR_FILE
 

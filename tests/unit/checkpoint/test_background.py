@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint import CheckpointSaver, TrainState, find_checkpoint, load_checkpoint
-from megacore.checkpoint import save as save_module
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint import CheckpointSaver, TrainState, find_checkpoint, load_checkpoint
+from megatrain.checkpoint import save as save_module
 from tests.support.checkpoints import make_pieces
 
 GROUPS = ProcessGroups.single()

@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megacore.checkpoint import StoredWeights, TrainState, save_checkpoint
-from megacore.checkpoint.export_checkpoint import export_checkpoint
-from megacore.checkpoint.import_checkpoint import import_checkpoint
-from megacore.checkpoint.restore import restore_model
-from megacore.cli import main
-from megacore.config import Config, resolve
 from megacore.errors import CheckpointError, MegacoreError
-from megacore.models.hf import config_to_hf, sections_from_hf
-from megacore.models.hf.files import TensorFiles
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import build_trainer
+from megatrain.checkpoint import StoredWeights, TrainState, save_checkpoint
+from megatrain.cli import main
+from megatrain.config import Config, resolve
+from megatrain.generation.restore import restore_model
+from megatrain.hf import config_to_hf, sections_from_hf
+from megatrain.hf.export_checkpoint import export_checkpoint
+from megatrain.hf.files import TensorFiles
+from megatrain.hf.import_checkpoint import import_checkpoint
+from megatrain.train.trainer import build_trainer
 from tests.support.hf_models import MODELS, save_theirs
 
 transformers = pytest.importorskip("transformers")
@@ -272,7 +272,7 @@ def test_an_interrupted_export_or_import_leaves_nothing(
         patched.setattr(StoredWeights, "verify", interrupted)  # all tensors are written then
         with pytest.raises(KeyboardInterrupt):
             export_checkpoint(tmp_path / "ours", tmp_path / "new" / "deep" / "out")
-        patched.setattr("megacore.checkpoint.checked_files.check_content", interrupted)
+        patched.setattr("megatrain.checkpoint.checked_files.check_content", interrupted)
         with pytest.raises(KeyboardInterrupt):
             import_checkpoint(tmp_path / "theirs", tmp_path / "new" / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
@@ -283,8 +283,8 @@ def test_an_interrupted_export_or_import_leaves_nothing(
 
 _TERMINATED = """
 import os, signal, sys, time
-from megacore.checkpoint import StoredWeights
-from megacore.cli import main
+from megatrain.checkpoint import StoredWeights
+from megatrain.cli import main
 
 def verify(self):  # all tensors are written then
     os.kill(os.getpid(), signal.SIGTERM)

@@ -13,7 +13,10 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megacore.checkpoint import (
+from megacore.errors import CheckpointError
+from megacore.parallel.params import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
@@ -22,9 +25,6 @@ from megacore.checkpoint import (
     resolve_checkpoint,
     save_checkpoint,
 )
-from megacore.errors import CheckpointError
-from megacore.parallel.params import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
 from tests.support.checkpoints import (
     GROUPS,
     NORM,

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import checked_files, find_checkpoint, load_checkpoint, load_full_weights
 from megacore.errors import CheckpointError
+from megatrain.checkpoint import checked_files, find_checkpoint, load_checkpoint, load_full_weights
 from tests.support.campaigns import representatives
 from tests.support.checkpoints import GROUPS, NORM, WEIGHT, make_pieces, save_small
 

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from megacore.checkpoint import (
+from megacore.optim import ParamPiece
+from megacore.parallel.params import ParamInfo, ShardPosition
+from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.checkpoint import (
     StoredWeights,
     TrainState,
     load_checkpoint,
@@ -25,11 +28,8 @@ from megacore.checkpoint import (
     read_index,
     save_checkpoint,
 )
-from megacore.checkpoint.chunks import boxes_of_range
-from megacore.checkpoint.metadata import read_metadata
-from megacore.optim import ParamPiece
-from megacore.parallel.params import ParamInfo, ShardPosition
-from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.checkpoint.chunks import boxes_of_range
+from megatrain.checkpoint.metadata import read_metadata
 from tests.support.checkpoints import (
     KINDS,
     ThreadWorld,

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megacore.checkpoint import load_checkpoint, load_full_weights
 from megacore.errors import CheckpointError
+from megatrain.checkpoint import load_checkpoint, load_full_weights
 from tests.support.checkpoints import GROUPS, TENSORS, save_small, small_pieces
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megacore.checkpoint.export_checkpoint import export_checkpoint
-from megacore.checkpoint.import_checkpoint import import_checkpoint
-from megacore.checkpoint.model_files import model_folder
-from megacore.checkpoint.tokenizer_files import files_of_folder
-from megacore.cli import main
+from megatrain.checkpoint.model_files import model_folder
+from megatrain.checkpoint.tokenizer_files import files_of_folder
+from megatrain.cli import main
+from megatrain.hf.export_checkpoint import export_checkpoint
+from megatrain.hf.import_checkpoint import import_checkpoint
 from tests.support.hf_models import MODELS, save_theirs
 
 transformers = pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint import TrainState, find_checkpoint, read_index, save_checkpoint
-from megacore.checkpoint import publish as publish_module
 from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint import TrainState, find_checkpoint, read_index, save_checkpoint
+from megatrain.checkpoint import publish as publish_module
 from tests.support.checkpoints import make_pieces
 
 GROUPS = ProcessGroups.single()

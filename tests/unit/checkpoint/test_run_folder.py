@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.changes import compare_settings
-from megacore.checkpoint.run_folder import hold_folders, make_place
-from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint.changes import compare_settings
+from megatrain.checkpoint.run_folder import hold_folders, make_place
+from megatrain.config import Config
 from tests.support.checkpoints import ThreadWorld
 
 GROUPS = ProcessGroups.single()

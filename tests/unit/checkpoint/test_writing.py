@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint import (
+from megacore.errors import CheckpointError
+from megacore.optim import ParamPiece
+from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint import (
     TrainState,
     check_checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from megacore.checkpoint import checked_files as files_module
-from megacore.checkpoint import publish as publish_module
-from megacore.checkpoint import save as save_module
-from megacore.errors import CheckpointError
-from megacore.optim import ParamPiece
-from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint import checked_files as files_module
+from megatrain.checkpoint import publish as publish_module
+from megatrain.checkpoint import save as save_module
 from tests.support.checkpoints import (
     GROUPS,
     NORM,

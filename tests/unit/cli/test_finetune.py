@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
+from megatrain.cli import main
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.cli import main
+from megatrain.cli import main
 from tests.support.tokenizers import save_llama_like
 
 transformers = pytest.importorskip("transformers")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megacore.checkpoint.restore import restore_model
-from megacore.cli import main
-from megacore.config import load_config, resolve
-from megacore.models.hf import import_hf, sections_from_hf
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import build_trainer
+from megatrain.cli import main
+from megatrain.config import load_config, resolve
+from megatrain.generation.restore import restore_model
+from megatrain.hf import import_hf, sections_from_hf
+from megatrain.train.trainer import build_trainer
 from tests.support.hf_models import save_theirs
 
 transformers = pytest.importorskip("transformers")

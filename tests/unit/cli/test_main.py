@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import megacore.cli
+import megatrain.cli
 from megacore import __version__
-from megacore.cli import COMMANDS, doctor, generate, main
-from megacore.data import ByteTokenizer
+from megatrain.cli import COMMANDS, doctor, generate, main
+from megatrain.data import ByteTokenizer
 
 DEMO = "[parallel]\ntp = 2\npp = 2\n"
 
@@ -186,7 +186,7 @@ def test_interrupt_ends_with_130(
     def interrupt(_args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megacore.cli.doctor.run", interrupt)
+    monkeypatch.setattr("megatrain.cli.doctor.run", interrupt)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "megacore: interrupted\n"
 
@@ -209,7 +209,7 @@ def test_what_the_machine_refuses_is_one_sentence(
     def fail(_args: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr("megacore.cli.doctor.run", fail)
+    monkeypatch.setattr("megatrain.cli.doctor.run", fail)
     assert main(["doctor"]) == 1
     complaint = capsys.readouterr().err
     assert complaint.startswith(f"megacore: {sentence}")
@@ -266,7 +266,7 @@ def test_doctor_reports_a_core_that_does_not_load(monkeypatch: pytest.MonkeyPatc
 def test_a_broken_installation_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "megacore.cli.ranks", None)
-    monkeypatch.delattr(megacore.cli, "ranks", raising=False)
+    monkeypatch.setitem(sys.modules, "megatrain.cli.ranks", None)
+    monkeypatch.delattr(megatrain.cli, "ranks", raising=False)
     assert main(["ranks", "--world-size=2"]) == 1
     assert capsys.readouterr().err.startswith("megacore: the installation is incomplete: ")

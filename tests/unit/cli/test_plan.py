@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megacore.buffers import make_buffers
-from megacore.cli import main
-from megacore.config import load_config, resolve
-from megacore.models.build import build_chunks
-from megacore.models.size import count_parameters
 from megacore.parallel import ProcessGroups
-from megacore.plan.run_plan import plan_run
+from megatrain.cli import main
+from megatrain.config import load_config, resolve
+from megatrain.models.build import build_chunks
+from megatrain.models.size import count_parameters
+from megatrain.plan.run_plan import plan_run
 
 TOML = """\
 [model]

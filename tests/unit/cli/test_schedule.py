@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.cli import main
+from megatrain.cli import main
 
 
 @pytest.mark.parametrize(

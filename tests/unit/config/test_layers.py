@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.config import Config, layers_of_stages, load_config, mtp_stage, resolve
 from megacore.errors import ConfigError
+from megatrain.config import Config, layers_of_stages, load_config, mtp_stage, resolve
 
 
 def make(**settings: str) -> Config:

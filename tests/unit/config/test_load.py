@@ -10,7 +10,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import (
+from megacore.errors import ConfigError
+from megatrain.config import (
     Config,
     OptimizerConfig,
     RunConfig,
@@ -20,11 +21,10 @@ from megacore.config import (
     resolve,
     split_overrides,
 )
-from megacore.config.pipeline import SCHEDULES
-from megacore.config.renamed import DEPRECATED, ELSEWHERE, REMOVED
-from megacore.config.sections import section_classes
-from megacore.config.toml_file import key_lines
-from megacore.errors import ConfigError
+from megatrain.config.pipeline import SCHEDULES
+from megatrain.config.renamed import DEPRECATED, ELSEWHERE, REMOVED
+from megatrain.config.sections import section_classes
+from megatrain.config.toml_file import key_lines
 
 
 def write(folder: Path, text: str, name: str = "demo.toml") -> Path:

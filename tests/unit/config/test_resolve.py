@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import Config, ModelConfig, check_rules, load_config, resolve
-from megacore.config.graph_rules import graph_scopes
-from megacore.config.moe import EchoConfig
 from megacore.errors import ConfigError
-from megacore.models.shape import GPTShape
+from megatrain.config import Config, ModelConfig, check_rules, load_config, resolve
+from megatrain.config.graph_rules import graph_scopes
+from megatrain.config.moe import EchoConfig
+from megatrain.models.shape import GPTShape
 
 
 def make(**settings: str) -> Config:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import DataConfig, SourceConfig
-from megacore.data import ByteTokenizer, TokenSource, load_data, write_indexed
-from megacore.data.blend import BlendOrder
 from megacore.errors import DataError, MegacoreError
+from megatrain.config import DataConfig, SourceConfig
+from megatrain.data import ByteTokenizer, TokenSource, load_data, write_indexed
+from megatrain.data.blend import BlendOrder
 
 weights = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 
@@ -119,7 +119,7 @@ def test_a_source_may_leave_tokens_out_of_the_loss() -> None:
     [
         ("json:nothing", r'path of a data factory = "json:nothing": module json .* has no nothing'),
         ("no_such_module_here:x", "there is no module no_such_module_here"),
-        ("megacore.data:load_tokenizer", "must return a megacore.data.TokenSource, got ByteTok"),
+        ("megatrain.data:load_tokenizer", "must return a megatrain.data.TokenSource, got ByteTok"),
     ],
 )
 def test_a_bad_factory_is_explained(path: str, message: str) -> None:
@@ -136,7 +136,7 @@ def wrong_factory(tokenizer: ByteTokenizer) -> ByteTokenizer:
 
 
 def test_records_hold_the_losses_of_several_sets() -> None:
-    from megacore.train.metrics import StepRecord
+    from megatrain.train.metrics import StepRecord
 
     record = StepRecord(
         step=0,

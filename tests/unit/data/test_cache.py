@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config import DataConfig, SourceConfig
-from megacore.data import load_data, write_indexed
-from megacore.data.cache import RULES, built_once, file_facts
+from megatrain.config import DataConfig, SourceConfig
+from megatrain.data import load_data, write_indexed
+from megatrain.data.cache import RULES, built_once, file_facts
 
 # Version of the rules and hash of what they make of a small input.
 GOLDEN = {
@@ -61,7 +61,7 @@ def test_other_results_of_the_rules_need_another_version(tmp_path: Path, kind: s
     )
     found = RULES[kind], hashlib.sha256(b"".join(contents)).hexdigest()[:16]
     assert found == GOLDEN[kind], (
-        f"the rules of {kind} make other results: raise RULES[{kind!r}] in megacore/data/cache.py, "
+        f"the rules of {kind} make other results: raise RULES[{kind!r}] in megatrain/data/cache.py, "
         f"so that caches of users are made anew, and then set GOLDEN here to {found}"
     )
 
@@ -72,7 +72,7 @@ def test_another_version_of_the_rules_is_another_folder(
     builds: list[Path] = []
     first = built_once(tmp_path, "tokens", {"file": 1}, builds.append)
     assert built_once(tmp_path, "tokens", {"file": 1}, builds.append) == first
-    monkeypatch.setattr("megacore.data.cache.RULES", {"tokens": RULES["tokens"] + 1})
+    monkeypatch.setattr("megatrain.data.cache.RULES", {"tokens": RULES["tokens"] + 1})
     assert built_once(tmp_path, "tokens", {"file": 1}, builds.append) != first
     assert len(builds) == 2
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megacore.config import DataConfig
-from megacore.data import ByteTokenizer, load_data, load_tokenizer, read_indexed
-from megacore.data.chat import ChatTemplate
-from megacore.data.merge import merge_indexed
-from megacore.data.prepare import PrepareOptions, prepare
 from megacore.errors import DataError
+from megatrain.config import DataConfig
+from megatrain.data import ByteTokenizer, load_data, load_tokenizer, read_indexed
+from megatrain.data.chat import ChatTemplate
+from megatrain.data.merge import merge_indexed
+from megatrain.data.prepare import PrepareOptions, prepare
 from tests.support.chat import CHATML, CONVERSATIONS, MARKED, save_tokenizer
 
 MESSAGES = CONVERSATIONS[0]["messages"]

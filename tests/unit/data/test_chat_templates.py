@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megacore.data import load_tokenizer
-from megacore.data.chat import ChatTemplate, make_environment
+from megatrain.data import load_tokenizer
+from megatrain.data.chat import ChatTemplate, make_environment
 from tests.support.chat import CHATML, save_tokenizer
 from tests.support.conversations import CONVERSATIONS
 

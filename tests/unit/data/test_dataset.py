@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data import (
+from megacore.errors import ConfigError, DataError
+from megacore.parallel.batch import Documents
+from megatrain.data import (
     Dataset,
     SampleOrder,
     TokenRange,
@@ -16,10 +18,8 @@ from megacore.data import (
     microbatch,
     num_microbatches,
 )
-from megacore.data.dataset import permute
-from megacore.data.tokenizer import TokenArray
-from megacore.errors import ConfigError, DataError
-from megacore.parallel.batch import Documents
+from megatrain.data.dataset import permute
+from megatrain.data.tokenizer import TokenArray
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 300)).filter(lambda s: s[1] > s[0])
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacore.cli import main
-from megacore.config import DataConfig
-from megacore.data import (
+from megacore.errors import DataError
+from megatrain.cli import main
+from megatrain.config import DataConfig
+from megatrain.data import (
     ByteTokenizer,
     load_data,
     load_tokens,
@@ -24,10 +25,9 @@ from megacore.data import (
     records,
     write_indexed,
 )
-from megacore.data.file_kinds import kind_of_file
-from megacore.data.files import find_files
-from megacore.data.prepare import PrepareOptions, prepare
-from megacore.errors import DataError
+from megatrain.data.file_kinds import kind_of_file
+from megatrain.data.files import find_files
+from megatrain.data.prepare import PrepareOptions, prepare
 
 SEPARATOR = "\n\n"
 TEXTS = ["one", "two é", 'three "quoted" {"text": "no"}']

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data import read_indexed, write_indexed
-from megacore.data.indexed import HEADER, MAGIC, IndexWriter, indexed_prefix
-from megacore.data.merge import merge_indexed
 from megacore.errors import DataError
+from megatrain.data import read_indexed, write_indexed
+from megatrain.data.indexed import HEADER, MAGIC, IndexWriter, indexed_prefix
+from megatrain.data.merge import merge_indexed
 
 documents = st.lists(st.lists(st.integers(0, 99), max_size=8), max_size=6)
 
@@ -201,7 +201,7 @@ def test_merging_keeps_documents_of_several_sequences(
 def test_a_document_longer_than_a_sequence_may_be_is_one_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megacore.data import prepare as prepare_module
+    from megatrain.data import prepare as prepare_module
 
     monkeypatch.setattr(prepare_module, "_MAX_SEQUENCE", 10)
     (tmp_path / "a.txt").write_text("x" * 25)

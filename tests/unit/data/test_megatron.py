@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megacore.config import DataConfig, SourceConfig
-from megacore.data import Samples, load_data, write_indexed
-from megacore.data.megatron import MegatronBlend, MegatronDataset, build_blend_index
 from megacore.errors import DataError
+from megatrain.config import DataConfig, SourceConfig
+from megatrain.data import Samples, load_data, write_indexed
+from megatrain.data.megatron import MegatronBlend, MegatronDataset, build_blend_index
 from tests.support.megatron_samples import CASES, VOCAB, digest, write_corpora
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "megatron_samples.json").read_text())

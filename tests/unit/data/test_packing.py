@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import DataConfig
-from megacore.data import TokenSource, load_data, write_indexed
-from megacore.data.packing import ArrayFile, PackedDataset, build_packing
 from megacore.errors import ConfigError, DataError
+from megatrain.config import DataConfig
+from megatrain.data import TokenSource, load_data, write_indexed
+from megatrain.data.packing import ArrayFile, PackedDataset, build_packing
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda s: sum(s) >= 2)
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data import write_indexed
-from megacore.data.prefetch import Prefetch
 from megacore.errors import DataError
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.data import write_indexed
+from megatrain.data.prefetch import Prefetch
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.support.configs import FOUR_LAYERS, changed_config
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.config import DataConfig
-from megacore.data import ByteTokenizer, load_data, read_indexed, write_indexed
-from megacore.data import loading as loading_module
-from megacore.data import records as records_module
-from megacore.data.prepare import PrepareOptions, prepare
-from megacore.data.records import shards_of
 from megacore.errors import DataError
+from megatrain.cli import main
+from megatrain.config import DataConfig
+from megatrain.data import ByteTokenizer, load_data, read_indexed, write_indexed
+from megatrain.data import loading as loading_module
+from megatrain.data import records as records_module
+from megatrain.data.prepare import PrepareOptions, prepare
+from megatrain.data.records import shards_of
 
 SEPARATOR = "\n\n"
 
@@ -157,7 +157,7 @@ def test_a_small_file_of_lines_has_work_for_several_processes(tmp_path: Path) ->
 
 
 def test_processes_that_tokenize_do_not_import_torch() -> None:
-    code = "import sys, megacore.data.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatrain.data.prepare; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

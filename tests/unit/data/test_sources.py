@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.config import DataConfig
-from megacore.data import (
+from megacore.errors import DataError
+from megatrain.config import DataConfig
+from megatrain.data import (
     ByteTokenizer,
     Dataset,
     load_data,
@@ -15,9 +16,8 @@ from megacore.data import (
     unigram_entropy,
     write_indexed,
 )
-from megacore.data.frame import SEPARATOR
-from megacore.data.loading import split_range
-from megacore.errors import DataError
+from megatrain.data.frame import SEPARATOR
+from megatrain.data.loading import split_range
 
 
 def _text(source: str) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megacore.cli import main
-from megacore.config import DataConfig
-from megacore.data import load_data, load_tokenizer, load_tokens, read_indexed
-from megacore.data.prepare import PrepareOptions, prepare
-from megacore.data.special_tokens import SpecialTokens, generation_ends
-from megacore.data.tokenizer import special_tokens_of
 from megacore.errors import DataError
+from megatrain.cli import main
+from megatrain.config import DataConfig
+from megatrain.data import load_data, load_tokenizer, load_tokens, read_indexed
+from megatrain.data.prepare import PrepareOptions, prepare
+from megatrain.data.special_tokens import SpecialTokens, generation_ends
+from megatrain.data.tokenizer import special_tokens_of
 from tests.support.tokenizers import save_byte_level, save_llama_like, save_unigram
 
 pytest.importorskip("transformers")

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data import load_tokenizer, read_indexed
-from megacore.data import records as records_module
-from megacore.data.frame import frame_of
-from megacore.data.prepare import PrepareOptions, prepare
-from megacore.data.text_pieces import find_cut, tokens_of_pieces
-from megacore.data.tokenizer import Tokenizer
+from megatrain.data import load_tokenizer, read_indexed
+from megatrain.data import records as records_module
+from megatrain.data.frame import frame_of
+from megatrain.data.prepare import PrepareOptions, prepare
+from megatrain.data.text_pieces import find_cut, tokens_of_pieces
+from megatrain.data.tokenizer import Tokenizer
 from tests.support.tokenizers import TEXTS, save_byte_level, save_llama_like, save_unigram
 
 pytest.importorskip("tokenizers")

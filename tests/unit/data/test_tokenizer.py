@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data import ByteTokenizer, JsonTokenizer, load_tokenizer
 from megacore.errors import DataError
+from megatrain.data import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 
 @given(st.text())

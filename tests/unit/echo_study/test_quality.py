@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from megacore.echo_study.baselines import place_by_load
-from megacore.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 from megacore.moe import plan_offload
+from megatrain.echo_study.baselines import place_by_load
+from megatrain.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
 
 # Fewer tokens than in training: more noise between steps and experts, so a harder problem.
 TOKENS_PER_RANK = 384

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.cli import main
-from megacore.echo_study.simulate import (
+from megacore.moe import plan_offload
+from megatrain.cli import main
+from megatrain.echo_study.simulate import (
     PLANNERS,
     SimulationOptions,
     remote_fraction,
     simulate,
     table,
 )
-from megacore.moe import plan_offload
 
 SMALL = ["--ep", "4", "--experts", "16", "--top-k", "2", "--tokens", "64", "--steps", "2"]
 COUNTS = np.array([[30, 10], [50, 10]])
@@ -181,8 +181,8 @@ def test_recorded_files_that_hold_something_else_are_explained(
 
 
 def test_choices_of_the_command_are_those_of_the_library() -> None:
-    from megacore.cli import echo
-    from megacore.echo_study import workloads
+    from megatrain.cli import echo
+    from megatrain.echo_study import workloads
 
     assert echo.WORKLOADS == workloads.WORKLOADS
     assert set(echo.MODELS) == set(workloads.MODEL_SHAPES)

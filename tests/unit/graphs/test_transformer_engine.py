@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import Config, resolve
 from megacore.errors import ConfigError
 from megacore.graphs import (
     CaptureError,
@@ -26,6 +25,7 @@ from megacore.graphs import (
 )
 from megacore.graphs.transformer_engine import _expanded
 from megacore.pipeline import build_schedule
+from megatrain.config import Config, resolve
 from tests.unit.graphs.test_callables import LAYERS, Block, Pipeline, make_blocks
 
 

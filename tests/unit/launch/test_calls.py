@@ -15,9 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.cli import main
-from megacore.launch import call_records
-from megacore.launch.call_records import (
+from megacore.calls import records
+from megacore.calls.records import (
     ANY,
     DONE,
     ENQUEUED,
@@ -29,8 +28,9 @@ from megacore.launch.call_records import (
     ring_folder,
     save_rings,
 )
-from megacore.launch.calls import CallRing
-from megacore.launch.hang import diagnose
+from megacore.calls.ring import CallRing
+from megatrain.cli import main
+from megatrain.hang.diagnosis import diagnose
 from tests.support.jobs import start_function
 
 
@@ -77,10 +77,10 @@ def test_the_last_calls_are_kept_and_all_are_counted(ring: CallRing, tmp_path: P
 
 @given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12, unique=True))
 def test_ranks_are_shortened_and_lengthened(ranks: list[int]) -> None:
-    assert call_records._lengthened(call_records.shortened(ranks)) == tuple(ranks)
+    assert records._lengthened(records.shortened(ranks)) == tuple(ranks)
     regular = range(ranks[0], ranks[0] + 7000, 7)
-    assert len(call_records.shortened(regular)) == 3
-    assert call_records._lengthened(call_records.shortened(regular)) == tuple(regular)
+    assert len(records.shortened(regular)) == 3
+    assert records._lengthened(records.shortened(regular)) == tuple(regular)
 
 
 def test_a_copy_keeps_the_first_state_and_the_newest_start_counts(

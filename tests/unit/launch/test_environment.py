@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.launch.environment import external_launcher, first_host, launched_rank
+from megatrain.launch.environment import external_launcher, first_host, launched_rank
 
 # As `srun --nodes 2 --ntasks 6 --ntasks-per-node 4` sets them for the second task of the second
 # node, in a job that was requeued once.

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.cli import main
-from megacore.launch.call_records import remove_rings
-from megacore.launch.calls import CallRing
-from megacore.launch.flight import save_dump
-from megacore.launch.hang import Diagnosis, diagnosis_of_run
+from megacore.calls.records import remove_rings
+from megacore.calls.ring import CallRing
+from megatrain.cli import main
+from megatrain.hang.diagnosis import Diagnosis, diagnosis_of_run
+from megatrain.hang.flight import save_dump
 
 RANKS = 4
 OWN = "/home/me/loop.py"

@@ -10,12 +10,12 @@ import torch
 from torch.distributed import HashStore
 
 from megacore.errors import ConfigError
-from megacore.launch.children import Rank, first_failure
-from megacore.launch.context import RankContext
-from megacore.launch.failure import Failure
-from megacore.launch.start import LaunchOptions, run_ranks_local
-from megacore.launch.store import LocalStoreAddress
-from megacore.launch.worker import Outcome, Reporter, _explain_stop, error_file
+from megatrain.launch.children import Rank, first_failure
+from megatrain.launch.context import RankContext
+from megatrain.launch.failure import Failure
+from megatrain.launch.start import LaunchOptions, run_ranks_local
+from megatrain.launch.store import LocalStoreAddress
+from megatrain.launch.worker import Outcome, Reporter, _explain_stop, error_file
 
 
 def ended(rank: int, kind: str | None, time_s: float) -> Rank:

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from megacore.launch.peers import Identity, describe_exit, is_dead, local_state, process_state
+from megacore.calls.processes import Identity, describe_exit, is_dead, local_state, process_state
 
 
 def child() -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megacore.daemon import within
 from megacore.errors import printable
-from megacore.launch.failure import Failure, record_failure
-from megacore.launch.store import StoreConnection, local_store
+from megatrain.daemon import within
+from megatrain.launch.failure import Failure, record_failure
+from megatrain.launch.store import StoreConnection, local_store
 
 
 class _Mute:
@@ -25,7 +25,7 @@ class _Mute:
 
 
 def test_a_request_ends_though_the_store_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.launch.store.RETRY_S", 0.1)
+    monkeypatch.setattr("megatrain.launch.store.RETRY_S", 0.1)
     mute = _Mute()
     stores: list[Any] = [mute, mute]
     connection = StoreConnection(lambda _: stores.pop(), deadline_s=0.1)
@@ -52,7 +52,7 @@ def test_a_request_that_must_not_repeat_is_sent_once() -> None:
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.launch.store.RETRY_S", 5.0)
+    monkeypatch.setattr("megatrain.launch.store.RETRY_S", 5.0)
     mute = _Mute()
     with local_store() as address:
         good = address.connect(timeout_s=0)

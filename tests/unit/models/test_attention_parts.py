@@ -11,12 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacore.models import attention_parts
-from megacore.models.attention_parts import Part, ScoreRule, attend_parts, causal_parts, visible
-from megacore.models.context_parallel import Masks, attend, causal_attention, needs_order
-from megacore.models.context_ring import ring_parts
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions, context_slices
+from megatrain.models.attention import blockwise
+from megatrain.models.attention.blockwise import (
+    Part,
+    ScoreRule,
+    attend_parts,
+    causal_parts,
+    visible,
+)
+from megatrain.models.attention.context_parallel import Masks, attend, causal_attention, needs_order
+from megatrain.models.attention.ring import ring_parts
 
 SEQUENCE = 24
 RULES = {
@@ -134,7 +140,7 @@ def test_parts_round_as_little_as_one_kernel(dtype: torch.dtype, limit: float) -
 def test_blocks_of_any_size_give_the_same(rule: ScoreRule, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(2, 8)
     expected = by_matrix(q, k, v, rule, None)
-    monkeypatch.setattr(attention_parts, "_BLOCK_SCORES", 5 * 2 * 4 * SEQUENCE)
+    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 5 * 2 * 4 * SEQUENCE)
     found = on_all_ranks(q, k, v, rule, None, 1)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     grad = torch.randn_like(expected)
@@ -176,7 +182,7 @@ def test_no_tensor_has_an_element_per_query_and_key(
     rule: ScoreRule, value_dim: int, with_sinks: bool, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 1024
-    monkeypatch.setattr(attention_parts, "_BLOCK_SCORES", 16 * length)
+    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 16 * length)
     q, k, v = (torch.randn(length, 1, 1, d, requires_grad=True) for d in (8, 8, value_dim))
     sinks = torch.zeros(1, requires_grad=True) if with_sinks else None
     with _Largest() as largest:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
-from megacore.models.attention_parts import ScoreRule
-from megacore.models.context_parallel import Masks, causal_attention
 from megacore.parallel.process_groups import Group
+from megatrain.config import ModelConfig
+from megatrain.models.attention.blockwise import ScoreRule
+from megatrain.models.attention.context_parallel import Masks, causal_attention
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 
 

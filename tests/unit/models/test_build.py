@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainSectionConfig
 from megacore.errors import ConfigError
-from megacore.models.build import build_chunks, in_model_order
 from megacore.parallel import Group, ProcessGroups
+from megatrain.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainSectionConfig
+from megatrain.models.build import build_chunks, in_model_order
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacore.models import context_parallel
-from megacore.models.attention_parts import ScoreRule
-from megacore.models.context_parallel import Masks, attend, causal_attention
-from megacore.models.gpt import GPTChunk
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions
+from megatrain.models.attention import context_parallel
+from megatrain.models.attention.blockwise import ScoreRule
+from megatrain.models.attention.context_parallel import Masks, attend, causal_attention
+from megatrain.models.gpt import GPTChunk
 from tests.support.models import random_batch, tiny_config, whole_model
 
 STARTS = [[0, 3, 4, 11], [0], [0, 8]]

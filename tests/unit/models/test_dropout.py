@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from megacore.models.dropout import DropoutKey, Site
 from megacore.ops.dropout import counter_dropout, keep_mask
+from megatrain.models.dropout import DropoutKey, Site
 from tests.support.models import random_batch, tiny_config, whole_model
 
 KEY = DropoutKey(seed=1, step=2, layer=3, site=Site.MLP)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.models.generate import Sampling, _batch, _divided, generate, nucleus, stream
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.generation.decoding import Sampling, _batch, _divided, generate, nucleus, stream
 from tests.support.models import params_by_name, plain_logits, tiny_config, whole_model
 
 CONFIG = tiny_config(seq_length=8)

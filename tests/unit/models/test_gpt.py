@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.models.gpt import GPTChunk
-from megacore.models.shape import GPTShape
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.shape import GPTShape
 from tests.support.models import (
     params_by_name,
     plain_logits,

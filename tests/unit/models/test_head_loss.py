@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.functional import linear
 
-from megacore.config import MoEConfig
-from megacore.models import gpt
-from megacore.models.head_loss import head_cross_entropy
-from megacore.models.loss import cross_entropy
-from megacore.models.shape import BLOCK_BYTES, block_columns
 from megacore.ops.activations import softcap
 from megacore.ops.split_backward import backward_input
 from megacore.parallel.process_groups import Group
+from megatrain.config import MoEConfig
+from megatrain.models import gpt
+from megatrain.models.head_loss import head_cross_entropy
+from megatrain.models.loss import cross_entropy
+from megatrain.models.shape import BLOCK_BYTES, block_columns
 from tests.support.models import random_batch, tiny_config, whole_model
 
 VOCAB, PADDED, HIDDEN = 37, 40, 12

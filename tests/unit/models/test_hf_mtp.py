@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megacore.errors import MegacoreError
-from megacore.models.hf import HFTensors, config_to_hf, import_hf
-from megacore.models.hf.files import TensorFiles
-from megacore.models.multi_token import ahead
 from megacore.parallel.batch import Microbatch
+from megatrain.hf import HFTensors, config_to_hf, import_hf
+from megatrain.hf.files import TensorFiles
+from megatrain.models.multi_token import ahead
 from tests.support.hf_models import make_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")

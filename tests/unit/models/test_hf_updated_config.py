@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import Config, ModelConfig, MoEConfig, resolve
-from megacore.models.hf import sections_from_hf, updated_config
+from megatrain.config import Config, ModelConfig, MoEConfig, resolve
+from megatrain.hf import sections_from_hf, updated_config
 
 # As published, in the spellings of several versions of transformers.
 PUBLISHED: dict[str, dict[str, Any]] = {

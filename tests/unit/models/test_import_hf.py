@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megacore.errors import MegacoreError
-from megacore.models.generate import Sampling, generate
-from megacore.models.hf import HFWeights, files, import_hf, sections_from_hf
-from megacore.models.hf.files import TensorFiles
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ShardPosition, shard
+from megatrain.generation.decoding import Sampling, generate
+from megatrain.hf import HFWeights, files, import_hf, sections_from_hf
+from megatrain.hf.files import TensorFiles
 from tests.support.hf_models import MODELS, make_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.models.init import draw_full, name_seed
 from megacore.parallel.params import ParamInfo, shard
 from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.models.init import draw_full, name_seed
 from tests.support.models import params_by_name, tiny_config, whole_model
 
 

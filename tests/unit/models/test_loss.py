@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from megacore.models.loss import cross_entropy
 from megacore.parallel.process_groups import Group
+from megatrain.models.loss import cross_entropy
 
 
 def draw(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

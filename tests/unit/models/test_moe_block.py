@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.config import ModelConfig, MoEConfig
-from megacore.models.generate import Sampling, generate
-from megacore.models.gpt import GPTChunk
-from megacore.models.moe_block import MoEBlock
-from megacore.models.size import count_parameters
-from megacore.models.transformer import MLP
 from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.ops.recompute import recompute
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.params import ShardPosition, before_use, shard
 from megacore.parallel.process_groups import Group
+from megatrain.config import ModelConfig, MoEConfig
+from megatrain.generation.decoding import Sampling, generate
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.moe_block import MoEBlock
+from megatrain.models.size import count_parameters
+from megatrain.models.transformer import MLP
 from tests.support.models import params_by_name, random_batch, tiny_config, whole_model
 
 

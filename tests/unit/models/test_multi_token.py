@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megacore.config import ModelConfig, MoEConfig
-from megacore.models.generate import Sampling, generate
-from megacore.models.gpt import GPTChunk
-from megacore.models.size import count_parameters
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
+from megatrain.config import ModelConfig, MoEConfig
+from megatrain.generation.decoding import Sampling, generate
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.size import count_parameters
 from tests.support.models import (
     params_by_name,
     plain_layer,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.config import MoEConfig
+from megatrain.config import MoEConfig
 from tests.support.models import random_batch, tiny_config, whole_model
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.api import (
+from megacore.errors import ConfigError, MegacoreError
+from megacore.parallel import ProcessGroups
+from megatrain.api import (
     Callback,
     Head,
     LossContext,
@@ -21,12 +23,10 @@ from megacore.api import (
     TransformerLayer,
     token_loss,
 )
-from megacore.config import Config, config_to_toml, load_config, resolve
-from megacore.errors import ConfigError, MegacoreError
-from megacore.models.build import build_chunks, build_stages
-from megacore.parallel import ProcessGroups
-from megacore.train.callbacks import make_callbacks
-from megacore.train.trainer import build_trainer
+from megatrain.config import Config, config_to_toml, load_config, resolve
+from megatrain.models.build import build_chunks, build_stages
+from megatrain.train.callbacks import make_callbacks
+from megatrain.train.trainer import build_trainer
 from tests.support.configs import FOUR_LAYERS
 from tests.support.models import random_batch
 
@@ -161,7 +161,7 @@ class Rebuilt(nn.Module):
     """GPTChunk from public parts."""
 
     def __init__(self, layers: range, context: StageContext) -> None:
-        from megacore.api import Embedding, RMSNorm, RotaryTables
+        from megatrain.api import Embedding, RMSNorm, RotaryTables
 
         super().__init__()
         self.words = Embedding(context)

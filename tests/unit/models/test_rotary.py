@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import ModelConfig, RopeScalingConfig
-from megacore.models.rotary import RotaryTables, frequencies
+from megatrain.config import ModelConfig, RopeScalingConfig
+from megatrain.models.attention.rotary import RotaryTables, frequencies
 
 LLAMA3 = {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Base, rotated elements, scaling, sequence; frequencies 1, R/4 and last, their sum, the factor.

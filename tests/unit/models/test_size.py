@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.models.size import count_parameters
+from megatrain.models.size import count_parameters
 from tests.support.models import tiny_config, whole_model
 
 

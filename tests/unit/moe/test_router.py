@@ -17,7 +17,6 @@ from megacore.moe.router import (
     TopKRouter,
     update_expert_biases,
 )
-from megacore.moe.routing_trace import RoutingLog
 from megacore.ops import (
     grouped_gemm,
     permute,
@@ -26,6 +25,7 @@ from megacore.ops import (
     swiglu,
     unpermute,
 )
+from megatrain.routing_trace import RoutingLog
 
 
 def make_router(hidden: int = 16, *, seed: int = 3, **options: Any) -> TopKRouter:

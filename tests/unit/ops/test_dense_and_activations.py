@@ -9,11 +9,11 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 from megacore import _core
-from megacore.config import ModelConfig
-from megacore.models.rotary import RotaryTables
 from megacore.ops.activations import geglu, swiglu
 from megacore.ops.dense import rms_norm
 from megacore.ops.rotation import split_and_rotate
+from megatrain.config import ModelConfig
+from megatrain.models.attention.rotary import RotaryTables
 from tests.support.models import plain_rotate
 
 

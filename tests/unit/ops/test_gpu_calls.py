@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacore.ops import cuda_module, gemm_cuda, library
+from megacore.ops import cuda_module, gemm_cuda, register
 
-STUB = Path(library.__file__).parents[1] / "_cuda.pyi"
+STUB = Path(register.__file__).parents[1] / "_cuda.pyi"
 MODULES = (
     *("ops/activations.py", "ops/dense.py", "ops/dropout.py", "ops/echo_counts.py"),
     *("ops/normed_rotation.py", "ops/permutation.py", "ops/quantize.py", "ops/rotation.py"),
@@ -92,8 +92,8 @@ def gpu_implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., A
         return cpu
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "define_op", collect)
-        patch.setattr(library, "define_gradient", lambda *_: None)
+        patch.setattr(register, "define_op", collect)
+        patch.setattr(register, "define_gradient", lambda *_: None)
         for path in MODULES:
             runpy.run_path(str(STUB.parent / path))
     return found

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.cli.doctor import _grouped_products
 from megacore.ops import gemm_cuda
 from megacore.ops.fp8 import fp8_linear
 from megacore.ops.kernel_facts import Fp8Products, KernelBuild, kernel_text
+from megatrain.cli.doctor import _grouped_products
 
 H100 = KernelBuild(archs=("90a", "100a"), grouped=("90a", "100a"))
 

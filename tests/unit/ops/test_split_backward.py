@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.ops.dense import rms_norm
 from megacore.ops.split_backward import DeferredWeightGrads, backward_input
-from megacore.parallel.turns import idle_work, yield_turn
+from megacore.parallel.interleave import idle_work, yield_turn
 
 WIDTH, LENGTH, BATCH = 8, 6, 3
 

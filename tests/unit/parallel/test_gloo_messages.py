@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megacore.parallel.gloo_messages import _Reducer, _Reduction
+from megacore.parallel.host.gloo_messages import _Reducer, _Reduction
 
 
 class _Arrived:

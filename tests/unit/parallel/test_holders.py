@@ -6,7 +6,7 @@ import pytest
 
 from megacore.errors import ConfigError
 from megacore.parallel import Topology
-from megacore.parallel.holders import embedding_groups, holder_groups
+from megacore.parallel.replicas import embedding_groups, holder_groups
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-ep-cp-dp-pp", "pp-tp-cp-ep-dp")
 

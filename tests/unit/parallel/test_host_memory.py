@@ -14,8 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from megacore._core import HostComm, HostDtype, HostReduction
-from megacore.parallel import host_memory
-from megacore.parallel.host_memory import (
+from megacore.parallel.host import shared_memory
+from megacore.parallel.host.shared_memory import (
     HostCommunicator,
     HostConnector,
     HostPath,
@@ -72,7 +72,7 @@ def test_other_places_may_not_share(other: Place, reason: str) -> None:
 
 
 def test_a_segment_may_take_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "meminfo", lambda: {"MemAvailable": 64 << 20})
+    monkeypatch.setattr(shared_memory, "meminfo", lambda: {"MemAvailable": 64 << 20})
     assert refusal({0: HERE, 1: HERE}, segment_bytes=32 << 20) == ""
     assert refusal({0: HERE, 1: HERE}, segment_bytes=(32 << 20) + 1) == (
         "the host has 64.0 MiB of memory available, and the group's 32.0 MiB would take more "
@@ -88,7 +88,7 @@ def test_this_process_knows_its_place() -> None:
 
 def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert 0 < meminfo()["MemAvailable"] <= meminfo()["MemTotal"]
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(shared_memory, "MEMINFO", tmp_path / "none")
     assert meminfo() == {}
 
 
@@ -121,7 +121,7 @@ def test_a_member_that_cannot_open_makes_all_refuse(monkeypatch: pytest.MonkeyPa
                 raise RuntimeError("cannot open a shared-memory segment")
             super().__init__(**settings)
 
-    monkeypatch.setattr(host_memory, "HostComm", LastIsOutOfLuck)
+    monkeypatch.setattr(shared_memory, "HostComm", LastIsOutOfLuck)
     for path in connect_all(3):
         assert path.communicator is None
         assert path.note == "rank 7 cannot open a shared-memory segment"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
 from megacore.parallel import Topology
+from megatrain.cli import main
 
 EXAMPLE = ["ranks", "--world-size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4"]
 

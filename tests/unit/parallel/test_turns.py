@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megacore.parallel.turns import InterleavedPair, idle_work, num_turns_given, yield_turn
+from megacore.parallel.interleave import InterleavedPair, idle_work, num_turns_given, yield_turn
 
 
 def speaker(heard: list[str], name: str, times: int) -> Callable[[], str]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megacore.cli import main
+from megatrain.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:

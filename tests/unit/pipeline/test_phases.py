@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.pipeline.phases import PhaseClock, in_phase, named_range
+from megacore.pipeline.clock import PhaseClock, in_phase, named_range
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -82,10 +82,10 @@ def test_phases_are_ranges_of_the_profiler_only_while_it_runs(
 ) -> None:
     entered: list[Any] = []
     monkeypatch.setattr(
-        "megacore.pipeline.phases.record_function",
+        "megacore.pipeline.clock.record_function",
         lambda name: entered.append(name) or named_range(""),
     )
-    monkeypatch.setattr("megacore.pipeline.phases._profiler_enabled", lambda: bool(entered == []))
+    monkeypatch.setattr("megacore.pipeline.clock._profiler_enabled", lambda: bool(entered == []))
     with PhaseClock(CPU).phase("passes"):
         pass
     with PhaseClock(CPU).phase("optimizer"):

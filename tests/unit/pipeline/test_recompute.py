@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import MoEConfig
-from megacore.models.gpt import GPTChunk
 from megacore.parallel import Group, ProcessGroups
 from megacore.pipeline import (
     ActionKind,
@@ -20,6 +18,8 @@ from megacore.pipeline import (
     Recompute,
     build_schedule,
 )
+from megatrain.config import MoEConfig
+from megatrain.models.gpt import GPTChunk
 from tests.support.models import params_by_name, random_batch, tiny_config
 from tests.support.storages import Storages
 

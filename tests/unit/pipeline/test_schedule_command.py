@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
 from megacore.pipeline import Schedule, Timeline, build_schedule
+from megatrain.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.cli import main
-from megacore.plan.calibrate import _EXPERTS, _config, _fitted_rate, _small
-from megacore.plan.cost import LayerCosts
-from megacore.plan.device import load_device
-from megacore.plan.spec_from_config import model_spec, run_spec
+from megatrain.cli import main
+from megatrain.plan.calibrate import _EXPERTS, _config, _fitted_rate, _small
+from megatrain.plan.cost import LayerCosts
+from megatrain.plan.device import load_device
+from megatrain.plan.spec_from_config import model_spec, run_spec
 
 HOST = replace(
     load_device("h100"), peak_fp32=1e11, peak_bf16=4e11, peak_hbm=5e10, host_waits=1, gemm_half=4

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import Config, resolve
-from megacore.models import context_parallel
-from megacore.models.gpt import GPTChunk
 from megacore.parallel import ProcessGroups
-from megacore.plan.device import load_device
-from megacore.plan.spec import ModelSpec
-from megacore.plan.spec_from_config import model_spec
+from megatrain.config import Config, resolve
+from megatrain.models.attention import context_parallel
+from megatrain.models.gpt import GPTChunk
+from megatrain.plan.device import load_device
+from megatrain.plan.spec import ModelSpec
+from megatrain.plan.spec_from_config import model_spec
 from tests.support.models import random_batch
 
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.config import (
+from megacore.errors import ConfigError
+from megacore.pipeline import Costs, build_schedule
+from megatrain.config import (
     Config,
     EchoConfig,
     layers_of_stages,
@@ -18,11 +20,9 @@ from megacore.config import (
     resolve,
     stages_of_ranks,
 )
-from megacore.errors import ConfigError
-from megacore.pipeline import Costs, build_schedule
-from megacore.plan.cost import LayerCosts, link
-from megacore.plan.device import FOLDER, known_devices, load_device
-from megacore.plan.footprint import (
+from megatrain.plan.cost import LayerCosts, link
+from megatrain.plan.device import FOLDER, known_devices, load_device
+from megatrain.plan.footprint import (
     GIB,
     footprints,
     in_flight,
@@ -30,14 +30,14 @@ from megacore.plan.footprint import (
     rank_stages,
     slot_bytes,
 )
-from megacore.plan.forecast import advise, forecast
-from megacore.plan.layout import train_schedule
-from megacore.plan.run_plan import plan_run
-from megacore.plan.search import fastest_by_memory, search
-from megacore.plan.spec import ModelSpec, RunSpec
-from megacore.plan.spec_from_config import model_spec, run_spec, settings_of
-from megacore.plan.state import state_bytes
-from megacore.plan.step_time import stage_layers, step_time, time_on_cores
+from megatrain.plan.forecast import advise, forecast
+from megatrain.plan.layout import train_schedule
+from megatrain.plan.run_plan import plan_run
+from megatrain.plan.search import fastest_by_memory, search
+from megatrain.plan.spec import ModelSpec, RunSpec
+from megatrain.plan.spec_from_config import model_spec, run_spec, settings_of
+from megatrain.plan.state import state_bytes
+from megatrain.plan.step_time import stage_layers, step_time, time_on_cores
 
 # Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.
 LLAMA_12 = ModelSpec(

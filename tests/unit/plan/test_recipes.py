@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import main
-from megacore.cli.plan_forecast import resolve_for_plan
-from megacore.config import load_config
-from megacore.plan.device import load_device
-from megacore.plan.search import search
-from megacore.plan.spec_from_config import model_spec, run_spec
+from megatrain.cli import main
+from megatrain.cli.plan_forecast import resolve_for_plan
+from megatrain.config import load_config
+from megatrain.plan.device import load_device
+from megatrain.plan.search import search
+from megatrain.plan.spec_from_config import model_spec, run_spec
 
 FOLDER = Path(__file__).parents[3] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

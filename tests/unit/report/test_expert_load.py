@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megacore.report.expert_load import MAX_BINS, MAX_LAYERS, load_drawing, relative_loads
+from megatrain.report.expert_load import MAX_BINS, MAX_LAYERS, load_drawing, relative_loads
 
 
 def record(step: int, loads: dict[str, list[int]]) -> dict[str, Any]:

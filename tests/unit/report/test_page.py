@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megacore.config import config_to_toml, load_config, resolve
 from megacore.errors import MegacoreError
-from megacore.report import (
+from megatrain.config import config_to_toml, load_config, resolve
+from megatrain.report import (
     GeneratedText,
     RankMemory,
     RunInfo,
@@ -28,8 +28,8 @@ from megacore.report import (
     write_report,
     write_timeline,
 )
-from megacore.report.charts import ChartSpec, Mark, Reference, Series, line_chart
-from megacore.report.events import events_of
+from megatrain.report.charts import ChartSpec, Mark, Reference, Series, line_chart
+from megatrain.report.events import events_of
 
 CONFIG = resolve(
     load_config(

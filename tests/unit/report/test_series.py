@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.report.series import (
+from megatrain.report.series import (
     finite_points,
     nice_axis,
     nice_step,

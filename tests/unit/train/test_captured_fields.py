@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.models import captured
 from megacore.moe.dispatchers import LocalDispatcher, StaticDispatcher
+from megatrain.models import captured
 from tests.support.graphed_training import EXPERTS, make_trainer, run
 
 PARTS = {"mode": "moe_router,moe_preprocess"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.report import RunInfo
-from megacore.train.console import Console, EvaluationConsole, RunSummary, sparkline
-from megacore.train.metrics import StepRecord
+from megatrain.report import RunInfo
+from megatrain.train.console import Console, EvaluationConsole, RunSummary, sparkline
+from megatrain.train.metrics import StepRecord
 
 INFO = RunInfo(
     name="[demo]",

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.config import Config, resolve
 from megacore.errors import DivergedError
-from megacore.train.control import NUM_VOTES, SPIKE_START, RunControl
+from megatrain.config import Config, resolve
+from megatrain.train.control import NUM_VOTES, SPIKE_START, RunControl
 from tests.support.configs import rank_context
 
 WORLD = 5

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import ModelConfig, MoEConfig
-from megacore.models import GPTChunk
 from megacore.moe import GroupedExperts, MoELayer
 from megacore.parallel.process_groups import ProcessGroups
-from megacore.train.diagnosis import NonFinite, NonFiniteSearch, first_of_all
-from megacore.train.trainer import Trainer, build_trainer
+from megatrain.config import ModelConfig, MoEConfig
+from megatrain.models import GPTChunk
+from megatrain.train.diagnosis import NonFinite, NonFiniteSearch, first_of_all
+from megatrain.train.trainer import Trainer, build_trainer
 from tests.support.configs import FOUR_LAYERS, changed_config
 
 

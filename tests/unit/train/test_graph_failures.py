@@ -16,10 +16,10 @@ from torch.nn import Parameter
 
 from megacore.graphs import CaptureError, ReplayError
 from megacore.graphs.observe import Recording
-from megacore.models.layers import RMSNorm
 from megacore.moe.dispatchers.peer_memory import Slots
 from megacore.parallel.batch import Microbatch
-from megacore.train.trainer import Trainer
+from megatrain.models.layers import RMSNorm
+from megatrain.train.trainer import Trainer
 from tests.support.campaigns import representatives
 from tests.support.graphed_training import (
     FULL,

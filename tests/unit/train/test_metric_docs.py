@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacore.train.metrics import METRICS
+from megatrain.train.metrics import METRICS
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 HEAD = "| group | name | unit | meaning | Megatron-LM | torchtitan |\n"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megacore.report import read_metrics
-from megacore.train.meters import ExpertMetrics
-from megacore.train.metrics import MetricsWriter, StepRecord
+from megatrain.report import read_metrics
+from megatrain.train.meters import ExpertMetrics
+from megatrain.train.metrics import MetricsWriter, StepRecord
 
 
 def _record(step: int, **changes: Any) -> StepRecord:

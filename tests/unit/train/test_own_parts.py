@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.api import Callback, ResolvedConfig, Sample, SampleSource, StepRecord, Trainer
-from megacore.config import Config, resolve
-from megacore.data.loading import load_run_data
 from megacore.errors import MegacoreError
-from megacore.train.loop import train
+from megatrain.api import Callback, ResolvedConfig, Sample, SampleSource, StepRecord, Trainer
+from megatrain.config import Config, resolve
+from megatrain.data.loading import load_run_data
+from megatrain.train.loop import train
 from tests.support.configs import rank_context
 
 MODEL = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "seq_length": 8}

@@ -9,7 +9,7 @@ import pytest
 from megacore.pipeline import Action, ActionKind, Costs, Schedule, TimedAction, build_schedule
 from megacore.pipeline.prediction import mean_times, predict
 from megacore.pipeline.timeline import Event
-from megacore.train.results import make_timeline
+from megatrain.train.results import make_timeline
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipe_v", "interleaved_zb"])

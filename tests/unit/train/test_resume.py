@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from megacore.api import Callback, Sample, StepRecord
-from megacore.checkpoint import format as checkpoint_format
-from megacore.checkpoint import publish, read_index
-from megacore.config import Config, ResolvedConfig, resolve
-from megacore.data import write_indexed
 from megacore.errors import CheckpointError
-from megacore.report import read_run, write_report
-from megacore.train import trainer as trainer_module
-from megacore.train.loop import train
+from megatrain.api import Callback, Sample, StepRecord
+from megatrain.checkpoint import format as checkpoint_format
+from megatrain.checkpoint import publish, read_index
+from megatrain.config import Config, ResolvedConfig, resolve
+from megatrain.data import write_indexed
+from megatrain.report import read_run, write_report
+from megatrain.train import trainer as trainer_module
+from megatrain.train.loop import train
 from tests.support.configs import rank_context
 
 

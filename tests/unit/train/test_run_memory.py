@@ -104,8 +104,8 @@ CASES = {
 
 def grown_bytes(name: str) -> tuple[int, int]:
     """Return the growth of the metric by a run, and the number of parameters."""
-    from megacore.train.trainer import build_trainer
-    from megacore.train.watch import RunWatch
+    from megatrain.train.trainer import build_trainer
+    from megatrain.train.watch import RunWatch
 
     torch.set_num_threads(1)
     case = CASES[name]

@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megacore.checkpoint import load_full_weights
-from megacore.config import Config, ResolvedConfig, resolve, section_classes
-from megacore.config.unused import UNUSED_RULES
 from megacore.errors import ConfigError
-from megacore.train.loop import train
+from megatrain.checkpoint import load_full_weights
+from megatrain.config import Config, ResolvedConfig, resolve, section_classes
+from megatrain.config.unused import UNUSED_RULES
+from megatrain.train.loop import train
 from tests.support.campaigns import representatives
 from tests.support.configs import rank_context
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from megacore.buffers import StaleWeightsError
-from megacore.config import Config
 from megacore.errors import ConfigError, MegacoreError
 from megacore.graphs import BufferRole, FullIterationGraph, ReplayError, StepOrder, plan_capture
 from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.replay import GraphedCallable
-from megacore.models.layers import ResidualDropout
 from megacore.moe.dispatchers import LocalDispatcher
 from megacore.ops.counter_random import StepKeys
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
 from megacore.pipeline import ActionRecorder, build_schedule
-from megacore.train import graphs as graphs_of_steps
-from megacore.train.trainer import Trainer
+from megatrain.config import Config
+from megatrain.models.layers import ResidualDropout
+from megatrain.train import graphs as graphs_of_steps
+from megatrain.train.trainer import Trainer
 from tests.support.graphed_training import (
     EXPERTS,
     FULL,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.plan.device import load_device
-from megacore.plan.spec_from_config import model_spec
-from megacore.train.step import NUM_REPORTS
-from megacore.train.trainer import Trainer, build_trainer
-from megacore.train.watch import INTERVAL, RunWatch, peak_flops
+from megatrain.plan.device import load_device
+from megatrain.plan.spec_from_config import model_spec
+from megatrain.train.step import NUM_REPORTS
+from megatrain.train.trainer import Trainer, build_trainer
+from megatrain.train.watch import INTERVAL, RunWatch, peak_flops
 from tests.support.configs import FOUR_LAYERS, changed_config
 
 BASE: dict[str, dict[str, Any]] = {

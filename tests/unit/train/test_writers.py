@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from megacore.cli import main
-from megacore.config import Config
 from megacore.errors import ConfigError, MegacoreError
-from megacore.train import loop as loop_module
-from megacore.train import metrics as metrics_module
-from megacore.train import writers as writers_module
-from megacore.train.meters import ExpertMetrics
-from megacore.train.metrics import METRICS, MetricsWriter, StepRecord
-from megacore.train.writers import RunFileGuard, RunWriters, check_writers
+from megatrain.cli import main
+from megatrain.config import Config
+from megatrain.train import loop as loop_module
+from megatrain.train import metrics as metrics_module
+from megatrain.train import writers as writers_module
+from megatrain.train.meters import ExpertMetrics
+from megatrain.train.metrics import METRICS, MetricsWriter, StepRecord
+from megatrain.train.writers import RunFileGuard, RunWriters, check_writers
 from tests.support.jobs import start_function
 from tests.unit.train.test_metrics import _record
 

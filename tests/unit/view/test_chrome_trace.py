@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megacore.pipeline import Costs, Schedule, TimedAction, build_schedule, schedule_catalog
-from megacore.view import measured_trace, simulated_trace
+from megatrain.view import measured_trace, simulated_trace
 
 Trace = dict[str, Any]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.cli import main
 from megacore.errors import MegacoreError
-from megacore.view.merged_trace import CLOCK_KEY, merge_profiles
+from megatrain.cli import main
+from megatrain.view.merged_trace import CLOCK_KEY, merge_profiles
 
 BASE_NS = 1_790_857_026_000_000_000
 

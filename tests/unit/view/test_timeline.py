@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from megacore.pipeline import Costs, TimedAction, build_schedule
-from megacore.view import schedule_svg, timeline_svg
+from megatrain.view import schedule_svg, timeline_svg
 
 NS = "{http://www.w3.org/2000/svg}"
 

@@ -14,9 +14,9 @@ import pytest
 from megacore.errors import ConfigError
 from megacore.parallel import Topology
 from megacore.pipeline import Schedule, build_schedule
-from megacore.view import schedule_svg, topology_svg
-from megacore.view.notebook import show_in_notebook
-from megacore.view.theme import dark_rules
+from megatrain.view import schedule_svg, topology_svg
+from megatrain.view.notebook import show_in_notebook
+from megatrain.view.theme import dark_rules
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

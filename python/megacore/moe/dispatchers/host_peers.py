@@ -30,8 +30,8 @@ from megacore.moe.dispatchers.peer_memory import (
     no_peers,
     row_bytes_of,
 )
-from megacore.parallel.host_all_to_all import memory_at
-from megacore.parallel.host_memory import HOST_DTYPES
+from megacore.parallel.host.row_all_to_all import memory_at
+from megacore.parallel.host.shared_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
 

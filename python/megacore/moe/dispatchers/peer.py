@@ -25,9 +25,9 @@ from megacore.moe.dispatchers.base import (
 )
 from megacore.moe.dispatchers.capacity import Capacity
 from megacore.moe.dispatchers.peer_memory import CopyMap, Peers, PendingPull, PendingTransfer
-from megacore.ops.library import describe
+from megacore.ops.register import describe
+from megacore.parallel.interleave import yield_turn
 from megacore.parallel.row_exchange import RowSplits
-from megacore.parallel.turns import yield_turn
 
 
 class PeerDispatcher(Dispatcher):

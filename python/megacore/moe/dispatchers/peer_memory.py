@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megacore._core import PEER_SLOTS, PeerLayout
 from megacore.moe.dispatchers.base import ExpertPlacement
+from megacore.parallel.interleave import turn_index
 from megacore.parallel.process_groups import Group
-from megacore.parallel.turns import turn_index
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

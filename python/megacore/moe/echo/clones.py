@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.ops.gemm import input_grad_into, main_grad_of, product_into
-from megacore.parallel.turns import turn_index
+from megacore.parallel.interleave import turn_index
 
 FC1, FC2 = 0, 1
 

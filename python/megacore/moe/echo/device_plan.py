@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore import _core
 from megacore.moe.echo.plan import OffloadPlan, require_options
 from megacore.ops import has_cuda_kernels
-from megacore.ops.library import define_op, describe, launch
+from megacore.ops.register import define_op, describe, launch
 
 
 @dataclass(frozen=True, eq=False)

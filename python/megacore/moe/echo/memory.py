@@ -28,8 +28,8 @@ from megacore.errors import PeerLostError
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.ops import cuda_kernels, has_cuda_kernels
-from megacore.parallel.host_all_to_all import memory_at
-from megacore.parallel.host_memory import HOST_DTYPES
+from megacore.parallel.host.row_all_to_all import memory_at
+from megacore.parallel.host.shared_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
 
 

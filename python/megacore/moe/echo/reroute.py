@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.ops import cuda_kernels
-from megacore.ops.library import define_gradient, define_op, native
 from megacore.ops.permutation import sort_by_expert
+from megacore.ops.register import define_gradient, define_op, native
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,11 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megacore.cli import main
-from megacore.config import load_config
-from megacore.config.load import split_overrides
-from megacore.config.toml_file import config_to_toml
-from megacore.echo_study.recorded_counts import recorded_counts
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import plan_offload
 from megacore.moe.dispatchers import device_peers
@@ -32,8 +27,13 @@ from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.moe.options import EchoOptions
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.process_groups import Group
-from megacore.report.expert_load import echo_sentence, echo_series
-from megacore.train.meters import ExpertMetrics
+from megatrain.cli import main
+from megatrain.config import load_config
+from megatrain.config.load import split_overrides
+from megatrain.config.toml_file import config_to_toml
+from megatrain.echo_study.recorded_counts import recorded_counts
+from megatrain.report.expert_load import echo_sentence, echo_series
+from megatrain.train.meters import ExpertMetrics
 
 TOML = """\
 [model]

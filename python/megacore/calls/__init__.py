@@ -1,0 +1,1 @@
+"""Recorder of the collectives and messages of a rank, and its files."""

@@ -1,0 +1,66 @@
+"""``megacore import-hf FOLDER OUT``: a checkpoint from a model of Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatrain.cli.values import require_at_least, whole_number
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "import-hf",
+        description="Make a checkpoint and a configuration from a model in the folder format of "
+        "Hugging Face. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="holds config.json and *.safetensors; the tokenizer's files are taken along",
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="a new folder for config.toml and the checkpoint"
+    )
+    parser.add_argument(
+        "--seq-length",
+        metavar="N",
+        type=whole_number,
+        help="tokens per sequence (default: the longest the model was made for)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import in this process, and print the next commands."""
+    require_at_least(args, seq_length=1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+    from megatrain.hf.import_checkpoint import import_checkpoint
+
+    done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length)
+    model = done.config.model
+    print(
+        f"{done.num_params:,} parameters, {model.num_layers} layers, sequence {model.seq_length}: "
+        f"{done.checkpoint}"
+    )
+    if done.not_finite is not None:
+        print(
+            f"warning: {done.not_finite} has NaN or infinite values, so the model cannot train; "
+            "get the file again, or save the model again",
+            file=sys.stderr,
+        )
+    for note in done.notes:
+        print(f"note: {note}")
+    if done.config.data.tokenizer == "bytes":
+        print(
+            "The folder has no tokenizer.json: set data.tokenizer, or train on tokens that were "
+            "made before (a .bin/.idx pair as data.source)."
+        )
+    print(f"megacore train {done.config_path} --data.source=PATH")
+    print(f'megacore generate {args.out} --prompt "..."')
+    return 0

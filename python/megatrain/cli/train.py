@@ -1,0 +1,225 @@
+"""``megacore train CONFIG.toml``: train a model, with local ranks or as one rank of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.errors import ConfigError, MegacoreError
+from megatrain.config import Config, ResolvedConfig, load_config, resolve
+from megatrain.launch.environment import external_launcher, launched_rank
+
+if TYPE_CHECKING:
+    from megatrain.launch.start import LaunchOptions, RankContext
+
+EPILOG = """\
+Every setting of the file can be changed: --train.steps=20 --parallel.pp 2 --run.plain
+(docs/configuration.md lists them all). Under torchrun and srun the command joins their ranks.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "train",
+        description="Train the model described by a TOML file.",
+        usage="megacore train CONFIG [--nproc N] [--section.key=value ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    parser.add_argument(
+        "--nproc", metavar="N", help="processes to start on this machine (as --run.nproc=N)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate the configuration as far as possible, then start or join the ranks."""
+    launcher = external_launcher(os.environ)
+    return _start(args) if launcher is None else _join(args, launcher)
+
+
+def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:
+    """Load the configuration of a command line; ``option`` is the flag of ``args.nproc``.
+
+    Raises:
+        ConfigError: As in `load_config`.
+    """
+    if args.nproc is None:
+        return load_config(args.config, args.settings)
+    settings = [*args.settings, ("run.nproc", args.nproc)]
+    return load_config(args.config, settings, flags={"run.nproc": f"{option}={args.nproc}"})
+
+
+def _start(args: argparse.Namespace) -> int:
+    threads = prepare_environment(debug=args.debug)
+    loaded = load_with_nproc(args, option="--nproc")
+    if sys.stdout.isatty():
+        # The import of torch takes a second, and more on a busy machine.
+        print(f"starting  {args.config}", flush=True)
+    with _imports():
+        world_size = loaded.run.nproc or default_nproc(loaded)
+        config = resolve_for_training(loaded, world_size, launcher="--nproc")
+        check_start(config)
+
+        # Before the fork, so that ranks share the memory of the modules.
+        import megatrain.train.loop  # noqa: F401
+        from megatrain.launch.start import run_ranks_local
+    options = launch_options(config, threads=threads, debug=args.debug)
+    return run_ranks_local(world_size, partial(train_rank, config), options=options)
+
+
+def _join(args: argparse.Namespace, launcher: str) -> int:
+    rank = launched_rank(os.environ)
+    source = f"{launcher}, {'WORLD_SIZE' if launcher == 'torchrun' else 'SLURM_STEP_NUM_TASKS'}"
+    threads = prepare_environment(debug=args.debug)
+    try:
+        loaded = load_with_nproc(args, option="--nproc")
+        _check_nproc(loaded, rank.world_size, launcher=source)
+        with _imports():
+            config = resolve_for_training(loaded, rank.world_size, launcher=source)
+            check_start(config)
+    except MegacoreError:
+        if rank.rank != 0:
+            # Every rank finds the same error. Only rank 0 reports it; other ranks wait a moment,
+            # because the launcher kills all ranks when the first one exits.
+            time.sleep(2.0)
+            os._exit(2)
+        raise
+
+    from megatrain.launch.start import run_under_torchrun
+
+    options = launch_options(config, threads=threads, debug=args.debug)
+    return run_under_torchrun(partial(train_rank, config), options=options)
+
+
+def _check_nproc(config: Config, world_size: int, *, launcher: str) -> None:
+    """Check that the configured process count is that of the launcher."""
+    nproc = config.run.nproc
+    if nproc not in (None, world_size):
+        raise ConfigError(
+            f"run.nproc = {nproc} ({config.origin('run.nproc')}), but the launcher started "
+            f"{world_size} ({launcher}); leave run.nproc out (--run.nproc=none) or start {nproc}"
+        )
+
+
+def check_start(config: Config) -> None:
+    """Check that there are data, and GPUs if the backend needs them."""
+    import torch
+
+    if config.data.factory is None:
+        _ = config.data.training_sources  # refuses none
+
+    if config.debug.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"debug.backend = nccl ({config.origin('debug.backend')}) needs GPUs, but torch sees "
+            "none on this machine; use --debug.backend=gloo"
+        )
+
+
+def train_rank(config: ResolvedConfig, context: RankContext) -> int:
+    """Run the training on one rank."""
+    from megatrain.launch.context import agree
+    from megatrain.train.loop import train
+
+    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    agree(context, "the configuration", digest)
+    return train(config, context)
+
+
+def resolve_for_training(
+    config: Config, world_size: int, *, launcher: str, vocab_size: int | None = None
+) -> ResolvedConfig:
+    """Resolve ``config`` and check its layout, schedule and tokenizer in this process.
+
+    With ``vocab_size``, the tokenizer is not read.
+
+    Raises:
+        ConfigError: For an invalid setting.
+        DataError: If the tokenizer cannot be read.
+    """
+
+    def size_of_tokenizer() -> int:
+        from megatrain.data import load_tokenizer
+
+        return load_tokenizer(config.data.tokenizer).vocab_size
+
+    size = size_of_tokenizer if vocab_size is None else vocab_size
+    resolved = resolve(config, world_size, vocab_size=size, launcher=launcher)
+
+    from megatrain.plan.run_plan import check_plan
+
+    check_plan(resolved, world_size)
+    return resolved
+
+
+def default_nproc(config: Config) -> int:
+    """Return the default process count: one per GPU, else the fewest that the layout allows."""
+    import torch
+
+    if config.debug.backend != "gloo" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return fewest_ranks(config)
+
+
+def fewest_ranks(config: Config) -> int:
+    """Return the smallest process count that the layout allows.
+
+    Example:
+        >>> fewest_ranks(load_config(None, [("parallel.pp", "2"), ("parallel.ep", "2")]))
+        4
+    """
+    parallel = config.parallel
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    return parallel.pp * math.lcm(parallel.tp * parallel.cp, etp * parallel.ep)
+
+
+def prepare_environment(*, debug: bool) -> int | None:
+    """Set environment variables read at the import of torch; return the user's thread count."""
+    asked = os.environ.get("OMP_NUM_THREADS")
+    # A parent with more OpenMP threads cannot fork ranks safely; each rank sets its own count.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not debug:
+        # Connections break when a rank is lost. The monitor reports it; torch's stack dumps add
+        # nothing.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    return int(asked) if asked is not None and asked.isdecimal() else None
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """Import modules without garbage collection, and leave what they made out of later ones.
+
+    Modules of torch are half a million objects: to look for garbage among them takes a fifth of the
+    time of the imports, and in a forked rank copies their pages.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) -> LaunchOptions:
+    """Return the options for starting the ranks of a resolved configuration."""
+    from megatrain.launch.start import LaunchOptions
+
+    return LaunchOptions(
+        backend=config.debug.backend,
+        timeout_s=config.run.timeout_s,
+        peer_timeout_s=config.debug.peer_timeout_s,
+        error_dir=Path(config.run.dir),
+        debug=debug,
+        threads=threads,
+    )

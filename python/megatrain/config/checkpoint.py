@@ -1,0 +1,90 @@
+"""The ``[checkpoint]`` section: location, interval and initial checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from megatrain.config.base import Section, duration_s
+
+
+class CheckpointConfig(Section):
+    """``[checkpoint]``: location, interval and initial checkpoint."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of checkpoints. Default: `<run.dir>/checkpoints`.",
+    )
+    interval: int | str = Field(
+        default="30m",
+        description="Steps between checkpoints, or a time span such as `30m` or `2h`; 0 saves only "
+        "at the end, -1 never.",
+    )
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
+    in_background: bool = Field(
+        default=False,
+        alias="async",
+        description="Copy the state to host memory and continue training while it is written.",
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="Reaction to a checkpoint, metrics or a report that cannot be written, such as "
+        "on a full disk; `continue` notes it and tries again with the next one.",
+    )
+    resume: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`auto` continues from the newest checkpoint if there is one; a path continues "
+        "from that checkpoint. Default: `auto` if SLURM or torchrun has restarted the run, else "
+        "start anew.",
+    )
+    load_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hugging Face folder or checkpoint whose weights a fresh start uses: step 0, "
+        "new optimizer state. Ignored if `resume` finds a checkpoint. Default: random weights.",
+    )
+
+    @property
+    def saves(self) -> bool:
+        """True if there are checkpoints at all."""
+        return self.interval != -1
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between checkpoints; 0 if their number does not decide.
+
+        Example:
+            >>> CheckpointConfig(interval=100).interval_steps, CheckpointConfig().interval_steps
+            (100, 0)
+        """
+        return max(0, self.interval) if isinstance(self.interval, int) else 0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between checkpoints; 0 if the time does not decide.
+
+        Example:
+            >>> CheckpointConfig(interval=100).interval_s, CheckpointConfig().interval_s
+            (0.0, 1800.0)
+        """
+        return duration_s(self.interval) if isinstance(self.interval, str) else 0.0
+
+    @field_validator("interval", mode="before")
+    @classmethod
+    def _parse_interval(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("must be a number of steps, or a time span such as 30m")
+        is_number = isinstance(value, str) and value.removeprefix("-").isdecimal()
+        return int(value) if is_number else value  # text, in overrides
+
+    @field_validator("interval")
+    @classmethod
+    def _check_interval(cls, value: int | str) -> int | str:
+        if isinstance(value, str):
+            duration_s(value)
+        elif value < -1:
+            raise ValueError("must be at least -1")
+        return value

@@ -1,0 +1,373 @@
+"""The ``[model]`` section and its tables: the shape of the GPT."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megacore.errors import ConfigError
+from megatrain.config.base import (
+    Section,
+    check_pattern,
+    divisors,
+    letter_of_layer,
+    nearest_divisors,
+    nearest_multiples,
+    nearest_of,
+)
+from megatrain.config.user_objects import check_object_name
+
+
+class MLAConfig(Section):
+    """``[model.mla]``: multi-head latent attention, in place of grouped queries."""
+
+    kv_rank: int = Field(
+        default=0,
+        ge=0,
+        description="Width of the latent that keys and values are computed from; 0 turns MLA off.",
+    )
+    q_rank: int = Field(
+        default=0,
+        ge=0,
+        description="Width of the latent that queries are computed from; 0: from the residual "
+        "stream.",
+    )
+    nope_head_dim: int = Field(
+        default=128, ge=1, description="Elements of a query or key head that are not rotated."
+    )
+    rope_head_dim: int = Field(
+        default=64,
+        ge=2,
+        multiple_of=2,
+        description="Elements that are rotated; of keys, they are the same for all heads.",
+    )
+    v_head_dim: int = Field(default=128, ge=1, description="Elements of a value head.")
+
+
+class RopeScalingConfig(Section):
+    """``[model.rope_scaling]``: change of the rotary frequencies for longer sequences."""
+
+    type: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
+        default="none",
+        description="Rule: divide all frequencies (`linear`); raise the base with the length of "
+        "the sequence (`dynamic`); divide low frequencies only (`llama3`, `yarn`).",
+    )
+    factor: float = Field(
+        default=1.0, ge=1.0, description="Longest sequence over that of the original training."
+    )
+    original_seq_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="`dynamic`, `llama3`, `yarn`: tokens per sequence of the original training. "
+        "Default: none, for the other rules.",
+    )
+    low_freq_factor: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="`llama3`: frequencies of fewer turns than this in the original length are "
+        "divided.",
+    )
+    high_freq_factor: float = Field(
+        default=4.0,
+        gt=0.0,
+        description="`llama3`: frequencies of more turns than this in the original length are "
+        "kept.",
+    )
+    beta_fast: float = Field(
+        default=32.0,
+        gt=0.0,
+        description="`yarn`: frequencies of more turns than this in the original length are kept.",
+    )
+    beta_slow: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="`yarn`: frequencies of fewer turns than this in the original length are "
+        "divided.",
+    )
+    attention_factor: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="`yarn`: factor on rotated queries and keys. Default: 0.1 ln(`factor`) + 1, or "
+        "the quotient of `mscale` and `mscale_all_dim` of that form.",
+    )
+    mscale: float = Field(
+        default=0.0, ge=0.0, description="`yarn`: replaces 0.1 by 0.1 times this, if both are set."
+    )
+    mscale_all_dim: float = Field(
+        default=0.0, ge=0.0, description="`yarn`: the same in the divisor, if both are set."
+    )
+    truncate: bool = Field(
+        default=True, description="`yarn`: round the borders between frequencies to whole pairs."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type in ("dynamic", "llama3", "yarn") and self.original_seq_length is None:
+            raise ValueError(
+                f'rope_scaling.type = "{self.type}" needs rope_scaling.original_seq_length; set it '
+                "to the tokens per sequence of the original training"
+            )
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling.high_freq_factor must be above low_freq_factor = "
+                f"{self.low_freq_factor}, got {self.high_freq_factor}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """``[model]``: the shape of the GPT."""
+
+    factory: str | None = Field(
+        default=None,
+        description="Function that builds the stages of a model of your own, as "
+        "`package.module:name`, see own-model.md. Default: megacore's GPT.",
+    )
+    options: dict[str, Any] = Field(
+        default={},
+        description="Settings of `factory`, a table of any names with numbers, text or switches.",
+    )
+    hidden_size: int = Field(default=128, ge=1, description="Width of the residual stream.")
+    num_layers: int = Field(default=4, ge=1, le=16384, description="Number of transformer layers.")
+    num_heads: int = Field(
+        default=4,
+        ge=1,
+        description="Attention heads; must divide `hidden_size` unless `head_dim` is set.",
+    )
+    head_dim: int | None = Field(
+        default=None,
+        ge=2,
+        multiple_of=2,
+        description="Width of one attention head, even. Default: `hidden_size` / `num_heads`.",
+    )
+    num_kv_heads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Heads of keys and values (grouped-query attention); must divide `num_heads`. "
+        "Default: `num_heads`.",
+    )
+    ffn_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Inner width of the SwiGLU. "
+        "Default: 8/3 of `hidden_size`, rounded up to a multiple of 64.",
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens in the vocabulary. Default: that of the tokenizer.",
+    )
+    vocab_pad_multiple: int = Field(
+        default=128,
+        ge=1,
+        description="Embedding rows are padded to a multiple of this number; "
+        "`parallel.tp` must divide it.",
+    )
+    seq_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
+    num_mtp_layers: int = Field(
+        default=0,
+        ge=0,
+        description="Layers for multi-token prediction: the k-th predicts the token k places after "
+        "the next one. They are used in training only; generation omits them.",
+    )
+    mtp_loss_coef: float = Field(
+        default=0.1, ge=0.0, description="Weight of the mean loss of multi-token prediction."
+    )
+    tie_embeddings: bool = Field(
+        default=True, description="Use one matrix for the token embedding and the output layer."
+    )
+    padding_idx: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token whose row of the embedding gets no gradient, as `padding_idx` of torch; "
+        "with tied embeddings, the row gets the gradient of the output layer only. Default: none.",
+    )
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability.")
+    rope_base: float = Field(default=10000.0, gt=0.0, description="Base of the rotary embedding.")
+    rotary_fraction: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Share of a head's elements, from the first, that are rotated.",
+    )
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    mla: MLAConfig = MLAConfig()
+    qkv_bias: bool = Field(default=False, description="Biases of queries, keys and values.")
+    output_bias: bool = Field(default=False, description="Bias of the attention output.")
+    sliding_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a token attends to, with itself. Default: all before it.",
+    )
+    window_pattern: str = Field(
+        default="w",
+        description="Layers with the window (`w`) and with full attention (`f`), repeated over "
+        "the layers as in `moe.layer_pattern`: `wwf` for two with, one without.",
+    )
+    attention_sinks: bool = Field(
+        default=False,
+        description="A learnt score per head that takes part in the softmax and has no value. "
+        "Needs memory for all scores.",
+    )
+    attention_softcap: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Limit c of attention scores, by `c tanh(score / c)`. Needs memory for all "
+        "scores. Default: no limit.",
+    )
+    logit_softcap: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Limit c of logits, by `c tanh(logit / c)`. Default: no limit.",
+    )
+    activation: Literal["swiglu", "geglu"] = Field(
+        default="swiglu",
+        description="Activation of dense layers and shared experts; `geglu` has the tanh form of "
+        "GELU as its gate.",
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        default="rmsnorm",
+        description="Norm before blocks and the output layer; `layernorm` has a bias.",
+    )
+    norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of norms.")
+    norm_position: Literal["before", "after"] = Field(
+        default="before",
+        description="Place of the norm of attention and MLP: on the block's input, or on its "
+        "output, before that is added to the residual stream.",
+    )
+    qk_norm: bool | Literal["full"] = Field(
+        default=False,
+        description="RMSNorm of queries and keys, before rotation: of each head, with one weight "
+        "for all heads, or, with `full`, of all heads together.",
+    )
+    init_std: float = Field(
+        default=0.02, gt=0.0, description="Standard deviation of initial weights."
+    )
+
+    _check_factory = field_validator("factory")(check_object_name)
+
+    @field_validator("window_pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        return check_pattern(pattern, "wf")
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{name} must be a number, text, true or false")
+        return options
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the attention window of a layer.
+
+        Example:
+            >>> config = ModelConfig(sliding_window=8, window_pattern="wwf")
+            >>> [config.window_of(layer) for layer in range(4)]
+            [8, 8, None, 8]
+        """
+        is_full = letter_of_layer(self.window_pattern, layer) == "f"
+        return None if is_full else self.sliding_window
+
+    @property
+    def num_rotated(self) -> int:
+        """Rotated elements of a head: the first `rotary_fraction`, rounded down."""
+        if self.mla.kv_rank:
+            return self.mla.rope_head_dim
+        return int((self.head_dim or self.hidden_size // self.num_heads) * self.rotary_fraction)
+
+    @property
+    def mtp_layers(self) -> range:
+        """Global indices of the layers for multi-token prediction, after all others.
+
+        Example:
+            >>> ModelConfig(num_layers=4, num_mtp_layers=2).mtp_layers
+            range(4, 6)
+        """
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the full embedding: ``vocab_size`` rounded up to ``vocab_pad_multiple``.
+
+        The number does not depend on ``parallel.tp``, so a checkpoint fits every layout.
+
+        Raises:
+            ConfigError: If ``vocab_size`` is not set.
+
+        Example:
+            >>> ModelConfig(vocab_size=300).padded_vocab_size
+            384
+        """
+        unit = self.vocab_pad_multiple
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def default_ffn_hidden_size(self) -> int:
+        """8/3 of ``hidden_size``, rounded up to a multiple of 64."""
+        return -(-8 * self.hidden_size // 192) * 64
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.mla.kv_rank:
+            self._check_mla()
+        elif self.head_dim is None:
+            self._check_derived_head_dim()
+        if self.num_rotated < 2 or self.num_rotated % 2:
+            raise ValueError(
+                f"rotary_fraction must rotate an even number of elements of a head, at least 2, "
+                f"got {self.rotary_fraction}, which rotates {self.num_rotated}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
+                f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
+            )
+        return self
+
+    def _check_mla(self) -> None:
+        """Check that no setting of grouped queries is set."""
+        defaults = {name: info.default for name, info in type(self).model_fields.items()}
+        names = (
+            "qk_norm",
+            "qkv_bias",
+            "output_bias",
+            "rotary_fraction",
+            "attention_sinks",
+        )
+        found = [name for name in names if getattr(self, name) != defaults[name]]
+        if self.head_dim not in (None, self.mla.nope_head_dim + self.mla.rope_head_dim):
+            found.append("head_dim")
+        if self.num_kv_heads not in (None, self.num_heads):
+            found.append("num_kv_heads")
+        if found:
+            raise ValueError(
+                f"{found[0]} = {getattr(self, found[0])} has no meaning with mla.kv_rank = "
+                f"{self.mla.kv_rank}; leave it out"
+            )
+
+    def _check_derived_head_dim(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+                f"{self.num_heads}; nearest {self._nearest_heads()}"
+            )
+        head_dim = self.hidden_size // self.num_heads
+        if head_dim % 2:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} / num_heads = {self.num_heads} = {head_dim} is "
+                f"odd, but rotary embedding turns pairs; nearest {self._nearest_heads()}"
+            )
+
+    def _nearest_heads(self) -> str:
+        """Return the nearest sizes with an even head width, changing one setting."""
+        sizes = nearest_multiples(self.hidden_size, 2 * self.num_heads)
+        unit = self.num_kv_heads or 1
+        halves = divisors(self.hidden_size // 2) if self.hidden_size % 2 == 0 else []
+        heads = nearest_of([number for number in halves if number % unit == 0], self.num_heads)
+        of_heads = f", or num_heads: {heads}" if heads else ""
+        return f"hidden_size: {sizes}{of_heads}, or set head_dim"

@@ -1,0 +1,125 @@
+"""The ``[optimizer]`` section: AdamW, its learning rate, clipping and sharding."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megacore.buffers.options import BufferOptions
+from megacore.optim.options import OptimizerOptions, RateOptions
+from megatrain.config.base import Section
+from megatrain.config.debug import DebugConfig
+
+
+class OptimizerConfig(Section):
+    """``[optimizer]``: AdamW, learning rate schedule, gradient clipping, ZeRO-1."""
+
+    lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
+    min_lr: float | None = Field(
+        default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps of linear rise from 0 to `lr`; a shorter run does not reach it.",
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine",
+        description="Shape after the warmup: cosine decay, warmup-stable-decay, or constant.",
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="cosine: the step at which `min_lr` is reached (default `train.steps`); "
+        "wsd: length of the final decay (default 20% of `train.steps`); constant: unused.",
+    )
+    weight_decay: float = Field(default=0.1, ge=0.0, description="AdamW weight decay of matrices.")
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="AdamW decay of the first moment."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="AdamW decay of the second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="AdamW epsilon.")
+    clip_grad: float = Field(
+        default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+    num_instances: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default=1,
+        description="Copies of the optimizer state: 1 shards it over all data parallel ranks "
+        "(ZeRO-1); more are each sharded over neighbouring ranks (hybrid sharding); `all` gives "
+        "every rank the whole state.",
+    )
+    grad_dtype: Literal["float32", "param", "param_fp32_sum"] = Field(
+        default="float32",
+        description="Number format in which gradients are accumulated and communicated: float32, "
+        "or that of the parameters (`train.dtype`), which halves the memory in 16 bits. "
+        "`param_fp32_sum` adds 16-bit gradients of different ranks in float32 on NCCL, too: slices "
+        "are exchanged in 16 bits and added locally, as always on the CPU.",
+    )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number format of AdamW's moments."
+    )
+    overlap: Literal["none", "grads", "params", "all"] = Field(
+        default="none",
+        description="Communication that overlaps with compute: the reduction of a bucket's "
+        "gradients with the backward pass (`grads`), the gather of updated parameters with the "
+        "next forward pass (`params`), or both (`all`).",
+    )
+
+    def options(self, debug: DebugConfig) -> OptimizerOptions:
+        """Return the options of the optimizer."""
+        return OptimizerOptions(
+            weight_decay=self.weight_decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            clip_grad=self.clip_grad,
+            moments_dtype=self.moments_dtype,
+            overlap=self.overlap,
+            loss_scale=debug.loss_scale,
+            loss_scale_interval=debug.loss_scale_interval,
+        )
+
+    def buffer_options(self, debug: DebugConfig) -> BufferOptions:
+        """Return the options of gradient buffers."""
+        return BufferOptions(
+            distributed=self.distributed,
+            grad_dtype=self.grad_dtype,
+            bucket_numel=debug.bucket_numel,
+            pad_for_ring=debug.pad_for_ring,
+            average_in_collective=debug.average_in_collective,
+        )
+
+    def rate_options(self) -> RateOptions:
+        """Return the shape of the learning rate."""
+        return RateOptions(
+            lr=self.lr,
+            min_lr=self.min_lr,
+            warmup_steps=self.warmup_steps,
+            schedule=self.schedule,
+            decay_steps=self.decay_steps,
+        )
+
+    @property
+    def distributed(self) -> bool:
+        """True if the optimizer state is sharded over data parallel ranks."""
+        return self.num_instances != "all"
+
+    @property
+    def sharded_instances(self) -> int:
+        """Instances that shard the state; 1 without sharding, where all ranks form one."""
+        return self.num_instances if isinstance(self.num_instances, int) else 1
+
+    def default_decay_steps(self, steps: int) -> int:
+        """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""
+        return {"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[self.schedule]
+
+    @model_validator(mode="after")
+    def _check_min_lr(self) -> Self:
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
+            )
+        return self

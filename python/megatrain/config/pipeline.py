@@ -1,0 +1,140 @@
+"""The ``[pipeline]`` section: the schedule and the partition of layers into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from megacore._core import ScheduleInfo, schedule_catalog
+from megatrain.config.base import Section
+
+# Schedules that are searched for, with the placement of their stages; a setting has one name for
+# both, `build_schedule` has the name "auto" and an argument.
+SEARCHED: Mapping[str, Literal["loop", "v"]] = MappingProxyType({"auto": "loop", "auto_v": "v"})
+SCHEDULES = (*(info.name for info in schedule_catalog()), *SEARCHED)
+
+
+def builder_arguments(schedule: str) -> dict[str, Any]:
+    """Return the arguments of ``build_schedule`` that a ``pipeline.schedule`` stands for.
+
+    Example:
+        >>> builder_arguments("auto_v"), builder_arguments("zb_v")
+        ({'name': 'auto', 'placement': 'v'}, {'name': 'zb_v'})
+    """
+    if schedule in SEARCHED:
+        return {"name": "auto", "placement": SEARCHED[schedule]}
+    return {"name": schedule}
+
+
+def schedule_info(name: str) -> ScheduleInfo | None:
+    """Return the catalog entry of a schedule; ``None`` if it is searched for."""
+    return next((info for info in schedule_catalog() if info.name == name), None)
+
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULES]
+
+
+class PipelineConfig(Section):
+    """``[pipeline]``: the schedule and the partition of layers into stages."""
+
+    schedule: ScheduleName = Field(
+        default="1f1b",
+        description="Order of forward and backward passes; `megacore schedule --compare` lists "
+        "all schedules for given sizes. `auto` searches for the best one with stages in a loop "
+        "over the ranks, `auto_v` with stages down the ranks and back up; `dualpipe` holds two "
+        "copies of the model in each pipeline.",
+    )
+    num_chunks: int | None = Field(
+        default=None,
+        ge=1,
+        description="Model chunks per pipeline rank. Default: fixed by the schedule; otherwise 2, "
+        "or 1 for `no_pipelining` and `auto`.",
+    )
+    memory_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="For `auto` and `auto_v`: maximum number of stage activations per rank. "
+        "Default: as many as it takes.",
+    )
+    overlap_p2p: bool | None = Field(
+        default=None,
+        description="Overlap messages between stages with compute, with receives posted in "
+        "advance. Only with gloo, where it is the default; refused with NCCL.",
+    )
+    overlap_moe: bool | Literal["split"] = Field(
+        default=False,
+        description="Overlap dispatch and combine of one microbatch with compute of another. For "
+        "the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
+        "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
+        "and `static`. `split`, for `1f1b` and `interleaved_1f1b`, also computes weight gradients "
+        "separately, during exchanges of row gradients, and the remaining ones after the gradient "
+        "of the input was sent to the previous rank. Results are bitwise equal to those without.",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that run through one chunk before the next (interleaved "
+        "schedules). Default: the smallest with the shortest step.",
+    )
+    layout: str | None = Field(
+        default=None,
+        description="All stages as a text, for uneven ones: `E` embedding, "
+        "`t` layer, `m` layer for multi-token prediction, `L` output layer and loss, `|` next "
+        "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
+    )
+
+    @property
+    def schedule_info(self) -> ScheduleInfo | None:
+        """Catalog entry of the schedule; ``None`` if it is searched for."""
+        return schedule_info(self.schedule)
+
+    @property
+    def pairs(self) -> Literal["whole", "split"] | None:
+        """Kind of the pairs of forwards and backwards, if the schedule has them only on request."""
+        info = self.schedule_info
+        if not self.overlap_moe or info is None or not info.takes_pairs:
+            return None
+        return "split" if self.overlap_moe == "split" else "whole"
+
+    @property
+    def is_v(self) -> bool:
+        """True if the stages go down the ranks and back up, so that one rank holds both ends."""
+        info = self.schedule_info
+        return (SEARCHED[self.schedule] if info is None else info.placement) == "v"
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model in a pipeline: 2 for bidirectional schedules, else 1."""
+        info = self.schedule_info
+        return 2 if info is not None and info.placement == "bidirectional" else 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages per pipeline rank: the chunks of a rank without those of a second copy.
+
+        Example:
+            >>> [PipelineConfig(schedule=name).stages_per_rank for name in ("zb_v", "dualpipe")]
+            [2, 1]
+        """
+        return self.chunks // self.copies
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per rank, given or derived.
+
+        Example:
+            >>> [PipelineConfig(schedule=name).chunks for name in ("1f1b", "zb_v", "looped_bfs")]
+            [1, 2, 2]
+        """
+        if self.num_chunks is not None:
+            return self.num_chunks
+        info = self.schedule_info
+        if info is None:
+            return 2 if self.is_v else 1
+        return info.num_chunks or (1 if info.name == "no_pipelining" else 2)

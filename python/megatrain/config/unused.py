@@ -1,0 +1,316 @@
+"""Notes on legal settings that have no effect beside the others, or not the one they promise."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.config.base import letter_of_layer, split_key
+from megatrain.config.resolved import ResolvedConfig
+from megatrain.config.sections import Config, section_classes
+
+# Losses before the first that can be a spike; see `megatrain.train.control`.
+SPIKE_START = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusedRule:
+    """Settings that have no effect under a condition.
+
+    Attributes:
+        keys: The settings; a key that ends with ``.*`` stands for all of its table.
+        reason: The setting to blame, of which the note shows the value.
+        holds: The condition.
+        but: Settings of ``keys`` that have an effect nevertheless.
+    """
+
+    keys: tuple[str, ...]
+    reason: str
+    holds: Callable[[ResolvedConfig], bool]
+    but: tuple[str, ...] = ()
+
+    def all_keys(self) -> Iterator[str]:
+        """Yield the settings, tables replaced by their settings."""
+        for key in self.keys:
+            table, is_table, _ = key.partition(".*")
+            if not is_table:
+                yield key
+                continue
+            for section, fields in section_classes().items():
+                if section == table or section.startswith(f"{table}."):
+                    yield from (f"{section}.{name}" for name in fields.by_key())
+
+
+def _scaling_is_not(*types: str) -> Callable[[ResolvedConfig], bool]:
+    return lambda config: config.model.rope_scaling.type not in types
+
+
+def _has_experts(config: ResolvedConfig) -> bool:
+    return bool(config.moe.moe_layers(config.model.num_layers))
+
+
+def _has_only_experts(config: ResolvedConfig) -> bool:
+    return len(config.moe.moe_layers(config.model.num_layers)) == config.model.num_layers
+
+
+def _has_windows(config: ResolvedConfig) -> bool:
+    letters = {
+        letter_of_layer(config.model.window_pattern, layer)
+        for layer in range(config.model.num_layers)
+    }
+    return "w" in letters
+
+
+_OF_EXPERTS = (
+    *("moe.*", "debug.load_interval", "debug.record_routing", "debug.replay_routing"),
+    *("debug.force_balanced", "debug.router_fp32", "debug.drop_by"),
+)
+_OF_SCALING = "model.rope_scaling"
+
+UNUSED_RULES: tuple[UnusedRule, ...] = (
+    UnusedRule(
+        keys=("model.mtp_loss_coef",),
+        reason="model.num_mtp_layers",
+        holds=lambda config: config.model.num_mtp_layers == 0,
+    ),
+    UnusedRule(
+        keys=("model.window_pattern",),
+        reason="model.sliding_window",
+        holds=lambda config: config.model.sliding_window is None,
+    ),
+    UnusedRule(
+        keys=("model.sliding_window",),
+        reason="model.window_pattern",
+        holds=lambda config: not _has_windows(config),
+    ),
+    UnusedRule(
+        keys=("model.mla.*",),
+        but=("model.mla.kv_rank",),
+        reason="model.mla.kv_rank",
+        holds=lambda config: config.model.mla.kv_rank == 0,
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.*",),
+        but=(f"{_OF_SCALING}.type",),
+        reason=f"{_OF_SCALING}.type",
+        holds=lambda config: config.model.rope_scaling.type == "none",
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.original_seq_length",),
+        reason=f"{_OF_SCALING}.type",
+        holds=lambda config: config.model.rope_scaling.type == "linear",
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.low_freq_factor", f"{_OF_SCALING}.high_freq_factor"),
+        reason=f"{_OF_SCALING}.type",
+        holds=_scaling_is_not("none", "llama3"),
+    ),
+    UnusedRule(
+        keys=(
+            *(f"{_OF_SCALING}.beta_fast", f"{_OF_SCALING}.beta_slow", f"{_OF_SCALING}.mscale"),
+            *(f"{_OF_SCALING}.attention_factor", f"{_OF_SCALING}.mscale_all_dim"),
+            f"{_OF_SCALING}.truncate",
+        ),
+        reason=f"{_OF_SCALING}.type",
+        holds=_scaling_is_not("none", "yarn"),
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.type",),
+        reason=f"{_OF_SCALING}.factor",
+        holds=lambda config: (
+            config.model.rope_scaling.type == "linear" and config.model.rope_scaling.factor == 1.0
+        ),
+    ),
+    UnusedRule(
+        keys=_OF_EXPERTS,
+        but=("moe.num_experts",),
+        reason="moe.num_experts",
+        holds=lambda config: config.moe.num_experts == 0,
+    ),
+    UnusedRule(
+        keys=("moe.echo.*",),
+        but=("moe.echo.num_spare_slots",),
+        reason="moe.echo.num_spare_slots",
+        holds=lambda config: config.moe.echo.num_spare_slots == 0 and _has_experts(config),
+    ),
+    UnusedRule(
+        keys=("moe.echo.*",),
+        reason="parallel.ep",
+        holds=lambda config: config.moe.echo.num_spare_slots > 0 and not config.has_clones,
+    ),
+    UnusedRule(
+        keys=("moe.static_budget", "moe.over_budget", "moe.echo.receive_budget"),
+        reason="moe.dispatcher",
+        holds=lambda config: config.moe.dispatcher != "static" and _has_experts(config),
+    ),
+    UnusedRule(
+        keys=("moe.aux_loss_type",),
+        reason="moe.aux_loss_coef",
+        holds=lambda config: config.moe.aux_loss_coef == 0 and _has_experts(config),
+    ),
+    UnusedRule(
+        keys=("moe.num_groups",),
+        reason="moe.groups_top_k",
+        holds=lambda config: config.moe.groups_top_k == config.moe.num_groups > 1,
+    ),
+    UnusedRule(
+        keys=("debug.drop_by",),
+        reason="moe.capacity_factor",
+        holds=lambda config: config.moe.capacity_factor is None and _has_experts(config),
+    ),
+    UnusedRule(
+        keys=("debug.router_fp32", "optimizer.grad_dtype"),
+        reason="train.dtype",
+        holds=lambda config: config.train.dtype == "float32",
+    ),
+    UnusedRule(
+        keys=("debug.loss_scale", "debug.loss_scale_interval"),
+        reason="train.dtype",
+        holds=lambda config: config.train.dtype != "float16",
+    ),
+    UnusedRule(
+        keys=("graphs.on_failure", "debug.graph_backend", "debug.graph_warmup_steps"),
+        reason="graphs.mode",
+        holds=lambda config: config.graphs.mode == "off",
+    ),
+    UnusedRule(
+        keys=("graphs.mode",),
+        reason="debug.graph_warmup_steps",
+        holds=lambda config: (
+            config.graphs.mode != "off" and config.train.steps <= config.debug.graph_warmup_steps
+        ),
+    ),
+    UnusedRule(
+        keys=("train.recompute",),
+        reason="train.recompute_keep",
+        holds=lambda config: (
+            0 < config.num_microbatches(config.run.nproc) <= config.train.recompute_keep
+        ),
+    ),
+    UnusedRule(
+        keys=("train.recompute",),
+        reason="moe.layer_pattern",
+        holds=lambda config: (
+            bool(config.train.recomputed)
+            and config.train.recomputed <= {"mlp", "activation"}
+            and _has_only_experts(config)
+        ),
+    ),
+    UnusedRule(
+        keys=("model.activation",),
+        reason="moe.layer_pattern",
+        holds=lambda config: (
+            _has_only_experts(config)
+            and config.moe.shared_ffn_hidden_size == config.model.num_mtp_layers == 0
+        ),
+    ),
+    UnusedRule(
+        keys=("optimizer.min_lr", "optimizer.decay_steps"),
+        reason="optimizer.schedule",
+        holds=lambda config: config.optimizer.schedule == "constant",
+    ),
+    UnusedRule(
+        keys=("train.eval_steps",),
+        reason="train.eval_interval",
+        holds=lambda config: config.train.eval_interval == 0,
+    ),
+    UnusedRule(
+        keys=("train.on_spike",),
+        reason="train.steps",
+        holds=lambda config: config.train.steps <= SPIKE_START,
+    ),
+    UnusedRule(
+        keys=("data.split",),
+        reason="data.validation",
+        holds=lambda config: bool(config.data.validation),
+    ),
+    UnusedRule(
+        keys=("data.source",), reason="data.sources", holds=lambda config: bool(config.data.sources)
+    ),
+    UnusedRule(
+        keys=(
+            *("data.source", "data.sources", "data.validation", "data.split", "data.field"),
+            *("data.order", "data.packing", "data.cache"),
+        ),
+        reason="data.factory",
+        holds=lambda config: config.data.factory is not None,
+    ),
+    UnusedRule(
+        keys=("checkpoint.keep", "checkpoint.async"),
+        reason="checkpoint.interval",
+        holds=lambda config: not config.checkpoint.saves,
+    ),
+)
+
+
+def unused_notes(config: Config, filled: ResolvedConfig) -> Iterator[str]:
+    """Yield one sentence per reason for which settings have no effect.
+
+    Args:
+        config: The configuration before derived settings are filled; only settings that are not
+            the default are noted.
+        filled: The configuration with all of them.
+    """
+    noted: set[str] = set()
+    for rule in UNUSED_RULES:
+        if not rule.holds(filled):
+            continue
+        keys = [
+            key
+            for key in rule.all_keys()
+            if key not in (*rule.but, rule.reason) and key not in noted and _is_set(config, key)
+        ]
+        noted.update(keys)
+        if keys:
+            shown = ", ".join(_shown(config, key) for key in keys)
+            verb = "has" if len(keys) == 1 else "have"
+            yield f"{shown} {verb} no effect: {_shown(filled, rule.reason)}"
+
+
+def surprise_notes(filled: ResolvedConfig) -> Iterator[str]:
+    """Yield one sentence per group of settings that together have another effect than alone."""
+    moe, optimizer, steps = filled.moe, filled.optimizer, filled.train.steps
+    is_after = moe.score_function == "softmax_after_top_k"
+    constant = moe.normalize or is_after
+    if _has_experts(filled) and moe.top_k == 1 and constant and moe.aux_loss_coef == 0:
+        yield (
+            "the router has no gradient of the loss: with moe.top_k = 1, the weight of the only "
+            "expert is always the same; set moe.normalize = false"
+            + (' and moe.score_function = "softmax"' if is_after else "")
+            + ", or a balancing loss (moe.aux_loss_coef)"
+        )
+    if optimizer.warmup_steps > steps:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps:,} is more than train.steps = "
+            f"{steps:,}: the learning rate ends at {steps / optimizer.warmup_steps:.2g} of "
+            "optimizer.lr"
+        )
+    if optimizer.lr == 0:
+        yield "optimizer.lr = 0: no weight changes"
+    if filled.model.num_mtp_layers > 0 and filled.model.mtp_loss_coef == 0:
+        yield "model.mtp_loss_coef = 0: the layers of model.num_mtp_layers are not trained"
+
+
+def _is_set(config: Config, key: str) -> bool:
+    """Check if a setting is given and not the default."""
+    section, name = split_key(key)
+    default = section_classes()[section].by_key()[name].get_default(call_default_factory=True)
+    return key not in config.derived and _value(config, key) != default
+
+
+def _shown(config: Config, key: str) -> str:
+    value = _value(config, key)
+    if isinstance(value, list):
+        return f"{key} ({len(value)})"
+    return f"{key} = {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _value(config: Config, key: str) -> Any:
+    """Return the value of a setting, which may have another name in files than in Python."""
+    section, name = split_key(key)
+    table = operator.attrgetter(section)(config)
+    fields = type(table).model_fields
+    field = next((each for each, info in fields.items() if (info.alias or each) == name), name)
+    return getattr(table, field)

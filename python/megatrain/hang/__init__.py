@@ -1,0 +1,1 @@
+"""Search for the cause of a run that does not respond."""

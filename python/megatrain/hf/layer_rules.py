@@ -1,0 +1,215 @@
+"""Entries of ``config.json`` that select layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megacore.errors import MegacoreError
+from megatrain.config.base import letter_of_layer
+from megatrain.hf.keys import Values, checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseStep:
+    """Layers with experts: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
+
+    names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the settings that select the same layers."""
+        step = checked("decoder_sparse_step", config.get("decoder_sparse_step") or 1, int)
+        dense = config.get("mlp_only_layers") or []
+        letters = (
+            "e" if (layer + 1) % step == 0 and layer not in dense else "d"
+            for layer in range(values["model.num_layers"])
+        )
+        return {"moe.layer_pattern": pattern_of("".join(letters))}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries that select the same layers."""
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        dense = [layer for layer, letter in enumerate(letters) if letter == "d"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def pattern_of(letters: str) -> str:
+    """Return the pattern of fewest letters that begins with these.
+
+    Example:
+        >>> pattern_of("ddeded"), pattern_of("dddeeee"), pattern_of("eded")
+        ('d(de)', 'ddd(e)', 'ed')
+    """
+    patterns = [period_of(letters)]
+    patterns += [f"{letters[:n]}({period_of(letters[n:])})" for n in range(1, len(letters))]
+    return min(patterns, key=lambda pattern: len(pattern.strip("()").replace("(", "")))
+
+
+def letters_of(pattern: str, num_layers: int) -> str:
+    """Return the letters of all layers."""
+    return "".join(letter_of_layer(pattern, layer) for layer in range(num_layers))
+
+
+def period_of(letters: str) -> str:
+    """Return the shortest text whose repetition begins with all letters.
+
+    Example:
+        >>> period_of("wwfwwfw")
+        'wwf'
+    """
+    return next(
+        letters[:size]
+        for size in range(1, len(letters) + 1)
+        if (letters[:size] * len(letters)).startswith(letters)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDense:
+    """Layers with experts: all after the first ``first_k_dense_replace``."""
+
+    default: int
+    names: tuple[str, ...] = ("first_k_dense_replace", "moe_layer_freq")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the settings that select the same layers."""
+        first = config.get("first_k_dense_replace")
+        first = self.default if first is None else first
+        if not isinstance(first, int) or first < 0 or (config.get("moe_layer_freq") or 1) != 1:
+            raise MegacoreError(
+                "first_k_dense_replace in config.json must be an integer of at least 0, and "
+                f"moe_layer_freq 1, got {first!r} and {config.get('moe_layer_freq')!r}"
+            )
+        return {"moe.layer_pattern": f"{'d' * first}(e)" if first else "e"}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the number of first dense layers; others cannot be expressed."""
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        return {"first_k_dense_replace": len(letters) - len(letters.lstrip("d"))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimit:
+    """Choice of experts in the best groups only, by ``topk_method``."""
+
+    names: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the groups; a group's score is that of its best expert.
+
+        Raises:
+            MegacoreError: If there is another method.
+        """
+        method = config.get("topk_method") or "greedy"
+        if method == "greedy":
+            return {"moe.num_groups": 1, "moe.groups_top_k": 1}
+        if method != "group_limited_greedy":
+            raise MegacoreError(
+                f"topk_method in config.json must be greedy or group_limited_greedy, got {method!r}"
+            )
+        return {
+            "moe.num_groups": checked("n_group", config.get("n_group"), int),
+            "moe.groups_top_k": checked("topk_group", config.get("topk_group"), int),
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for the same choice."""
+        groups, best = values["moe.num_groups"], values["moe.groups_top_k"]
+        if groups == best:
+            return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+        return {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExperts:
+    """Shared experts, joined to one expert of their total width."""
+
+    names: tuple[str, ...] = ("n_shared_experts",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the width of all shared experts."""
+        number = config.get("n_shared_experts") or 0
+        number = checked("n_shared_experts", number, int) if number else 0
+        return {"moe.shared_ffn_hidden_size": number * values["moe.ffn_hidden_size"]}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the number of shared experts of the width of the others."""
+        width, unit = values["moe.shared_ffn_hidden_size"], values["moe.ffn_hidden_size"]
+        return {"n_shared_experts": width // unit}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Layers whose attention is limited to a window.
+
+    Attributes:
+        default: Window if the entry is missing.
+        by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
+        pattern: Kinds of layers if ``layer_types`` is missing, in place of ``max_window_layers``.
+        switch: Whether ``use_sliding_window`` must be true for a window.
+    """
+
+    default: int | None = None
+    by_layer: bool = False
+    pattern: str | None = None
+    switch: bool = False
+    names: tuple[str, ...] = (
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "max_window_layers",
+    )
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the window and the pattern of layers that have it.
+
+        Raises:
+            MegacoreError: If the entries are not of these kinds.
+        """
+        window = config.get("sliding_window", self.default)
+        if self.switch and not config.get("use_sliding_window"):
+            window = None
+        layers = self._kinds(config, values["model.num_layers"])
+        if window is None or "w" not in layers:
+            return {"model.sliding_window": None, "model.window_pattern": "w"}
+        return {
+            "model.sliding_window": checked("sliding_window", window, int),
+            "model.window_pattern": pattern_of(layers),
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for the same window and, if layers differ, for their kinds."""
+        window, pattern = values["model.sliding_window"], values["model.window_pattern"]
+        num_layers = values["model.num_layers"]
+        layers = "f" * num_layers if window is None else letters_of(pattern, num_layers)
+        config: dict[str, Any] = {"sliding_window": window if "w" in layers else None}
+        if self.switch:
+            config["use_sliding_window"] = "w" in layers
+        if self.by_layer:
+            config["layer_types"] = [_FULL if kind == "f" else _SLIDING for kind in layers]
+        if self.by_layer and self.pattern is None:
+            config["max_window_layers"] = len(layers) - len(layers.lstrip("f"))
+        return config
+
+    def _kinds(self, config: Mapping[str, Any], num_layers: int) -> str:
+        """Return a letter for each layer, as in ``model.window_pattern``."""
+        kinds = config.get("layer_types") if self.by_layer else None
+        if kinds is None and self.pattern is not None:
+            return (self.pattern * num_layers)[:num_layers]
+        if kinds is None and self.by_layer:
+            first: int = min(config.get("max_window_layers", _MAX_WINDOW_LAYERS), num_layers)
+            return "f" * first + "w" * (num_layers - first)
+        if kinds is None:
+            return "w" * num_layers
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING}:
+            raise MegacoreError(
+                f"layer_types in config.json must name {_FULL} or {_SLIDING} for each of "
+                f"{num_layers} layers, got {kinds!r}"
+            )
+        return "".join("f" if kind == _FULL else "w" for kind in kinds)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# The default of `transformers` for the families with this entry.
+_MAX_WINDOW_LAYERS = 28

@@ -1,0 +1,308 @@
+"""Conversion between ``config.json`` and the ``[model]`` and ``[moe]`` sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.errors import ConfigError, MegacoreError
+from megatrain.config import ModelConfig, MoEConfig
+from megatrain.config.toml_file import toml_value
+from megatrain.hf.families import FAMILIES, Family
+from megatrain.hf.fine_tuning import TRAINING_RULES
+from megatrain.hf.keys import Values
+from megatrain.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
+
+# Entries that do not change what the model computes.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "model_type",
+        "output_router_logits",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# Settings of the sections that do not change what the trained model computes.
+_TRAINING_ONLY = frozenset(
+    {
+        "model.seq_length",
+        "model.vocab_pad_multiple",
+        "model.dropout",
+        "model.init_std",
+        "model.padding_idx",
+        "model.mtp_loss_coef",
+        "moe.layer_pattern",  # compared as the layers with experts
+        "moe.dispatcher",
+        "moe.static_budget",
+        "moe.over_budget",
+        "moe.capacity_factor",
+        "moe.aux_loss_coef",
+        "moe.aux_loss_type",
+        "moe.z_loss_coef",
+        "moe.jitter",
+        "moe.echo",
+    }
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a ``config.json``.
+
+    Raises:
+        MegacoreError: If its ``model_type`` is not supported.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise MegacoreError(
+            f"model_type must be one of {', '.join(FAMILIES)} to be imported, got {kind!r}"
+        )
+    return FAMILIES[kind]
+
+
+def sections_from_hf(
+    config: Mapping[str, Any], *, seq_length: int | None = None
+) -> tuple[ModelConfig, MoEConfig]:
+    """Return the ``[model]`` and ``[moe]`` sections of a ``config.json``.
+
+    Args:
+        config: Its content.
+        seq_length: Tokens per sequence. Default: the maximum of the model.
+
+    Raises:
+        MegacoreError: If the family is not supported, or an entry is unknown, missing or has an
+            unsupported value.
+    """
+    family = family_of(config)
+    _check_entries(family, config)
+    return _read(family, config, seq_length)
+
+
+def _read(
+    family: Family, config: Mapping[str, Any], seq_length: int | None
+) -> tuple[ModelConfig, MoEConfig]:
+    values: Values = dict(family.implied)
+    for key in family.keys:
+        value = key.read(config)
+        values |= dict.fromkeys(key.ours, value)
+    values |= rope_from_hf(
+        config,
+        base=family.rope_base,
+        fraction=family.rotary_fraction,
+        default=family.rope,
+    )
+    for rule in family.rules:
+        values |= rule.read(config, values)
+    heads = values["model.num_heads"]
+    values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
+    if "model.head_dim" in values:
+        values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
+    values["model.seq_length"] = seq_length or values["model.seq_length"]
+    return _sections(values)
+
+
+def config_to_hf(
+    model: ModelConfig, moe: MoEConfig, *, family: str | None = None
+) -> dict[str, Any]:
+    """Return the entries of ``config.json`` that describe a model.
+
+    The family is the first whose ``config.json``, read back, gives the same model.
+
+    Args:
+        model: A resolved ``[model]`` section.
+        moe: A resolved ``[moe]`` section.
+        family: The only ``model_type`` to try. Default: all.
+
+    Raises:
+        MegacoreError: If there is none, with the settings that differ for the two nearest families.
+    """
+    if model.factory is not None:
+        raise MegacoreError(
+            f'model.factory = "{model.factory}" is a model of your own, which no family of Hugging '
+            "Face describes; its weights are in the checkpoint (megatrain.checkpoint.StoredWeights)"
+        )
+    if family is not None and family not in FAMILIES:
+        raise MegacoreError(f"the family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    reasons: list[tuple[int, str]] = []
+    for name in FAMILIES if family is None else [family]:
+        config = _entries(FAMILIES[name], model, moe)
+        try:
+            found = sections_from_hf(config, seq_length=model.seq_length)
+        except MegacoreError as error:
+            reasons.append((1000, f"{name}: {error}"))
+            continue
+        different = differences(found, (model, moe))
+        if not different:
+            return config
+        reasons.append((len(different), f"{name} has {', '.join(different)}"))
+    nearest = "; ".join(reason for _, reason in sorted(reasons)[:2])
+    raise MegacoreError(
+        "no supported family of Hugging Face has the shape of this model; the nearest: "
+        f"{nearest}; --family NAME shows what another one needs"
+    )
+
+
+def updated_config(
+    original: Mapping[str, Any], model: ModelConfig, moe: MoEConfig
+) -> dict[str, Any] | None:
+    """Return the ``config.json`` of an imported model, changed only where the model has changed.
+
+    Args:
+        original: Content of the file that was imported.
+        model: A resolved ``[model]`` section.
+        moe: A resolved ``[moe]`` section.
+
+    Returns:
+        The entries, or ``None`` if the model is not of that family any more.
+    """
+    family = family_of(original)
+    ours = _entries(family, model, moe)
+    before = _entries(family, *_read(family, original, model.seq_length))
+    changed = {name for name, value in ours.items() if value != before.get(name)}
+    config = {name: value for name, value in original.items() if name != "quantization_config"}
+    groups = [key.theirs for key in family.keys if not _TRAINING_ONLY.issuperset(key.ours)]
+    groups += [rule.names for rule in family.rules if not isinstance(rule, TRAINING_RULES)]
+    for names in (*groups, tuple(ROPE_NAMES)):
+        if changed.intersection(names):
+            _replace(config, ours, names)
+    # Longer samples than those of the original training, which a server should accept.
+    longest = config.get("max_position_embeddings")
+    is_longer = isinstance(longest, int) and longest < model.seq_length
+    if is_longer and model.rope_scaling.type != "dynamic":
+        config["max_position_embeddings"] = model.seq_length
+        if differences(_read(family, config, model.seq_length), (model, moe)):
+            _replace(config, ours, tuple(ROPE_NAMES))  # they depended on it
+    is_same = not differences(_read(family, config, model.seq_length), (model, moe))
+    return config if is_same else None
+
+
+def _replace(config: dict[str, Any], ours: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Replace a group of entries, which may have other spellings."""
+    for name in names:
+        config.pop(name, None)
+    config.update({name: ours[name] for name in names if name in ours})
+
+
+def differences(
+    found: tuple[ModelConfig, MoEConfig], wanted: tuple[ModelConfig, MoEConfig]
+) -> list[str]:
+    """Return the settings that make two models compute different results.
+
+    Example:
+        >>> sections = ModelConfig(qk_norm=True), MoEConfig()
+        >>> differences((ModelConfig(), MoEConfig()), sections)
+        ['model.qk_norm = false instead of true']
+    """
+    got, expected = _comparable(*found), _comparable(*wanted)
+    return [
+        f"{name} = {_shown(got.get(name))} instead of {_shown(expected.get(name))}"
+        for name in sorted(got.keys() | expected.keys())
+        if got.get(name) != expected.get(name)
+    ]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a configuration file has it, on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return "none" if value is None else toml_value(value)
+
+
+def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, Mapping) else method
+        raise MegacoreError(
+            f"config.json has quantization_config = {method!r}, but weights must be unquantized; "
+            "save the model dequantized, in bfloat16, and import that folder"
+        )
+    for name, supported in family.fixed.items():
+        value = config.get(name, supported)
+        if value is not None and value != supported:
+            raise MegacoreError(
+                f"{name} in config.json of a {family.model_type} model must be {supported!r}, got "
+                f"{value!r}, which megacore does not support"
+            )
+    known = {name for key in family.keys for name in key.theirs}
+    known |= {name for rule in family.rules for name in rule.names}
+    known |= set(family.ignored) | family.fixed.keys() | _WITHOUT_EFFECT | ROPE_NAMES
+    for name, value in config.items():
+        # Underscored entries are notes of the program that wrote the file.
+        if name not in known and not name.startswith("_") and value not in (None, False, [], {}, 0):
+            raise MegacoreError(
+                f"config.json has {name} = {value!r}, which is not known for {family.model_type} "
+                "models; remove it if it does not change what the model computes"
+            )
+
+
+def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
+    sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
+    for key, value in values.items():
+        section, *inner, name = key.split(".")
+        table = sections[section]
+        for part in inner:
+            table = table.setdefault(part, {})
+        table[name] = value
+    try:
+        return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
+    except ConfigError as error:
+        raise MegacoreError(f"config.json describes an invalid model: {error}") from None
+
+
+def _values(model: ModelConfig, moe: MoEConfig) -> Values:
+    values = {f"model.{name}": value for name, value in model if name != "mla"}
+    values |= {f"model.mla.{name}": value for name, value in model.mla}
+    return values | {f"moe.{name}": value for name, value in moe}
+
+
+def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    values = _values(model, moe)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.fixed,
+    }
+    for key in family.keys:
+        config |= key.write(values)
+    for rule in family.rules:
+        config |= rule.write(values)
+    return config | rope_to_hf(values)
+
+
+def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Return the settings that determine what a model computes, in a normal form."""
+    num_layers = model.mtp_layers.stop
+    moe_layers = moe.moe_layers(num_layers)
+    skipped = set(_TRAINING_ONLY)
+    values = _values(model, moe) | {"layers with experts (moe.layer_pattern)": moe_layers}
+    values["windows of layers (model.window_pattern)"] = [
+        model.window_of(layer) for layer in range(model.num_layers)
+    ]
+    skipped |= {"model.sliding_window", "model.window_pattern"}
+    if not moe_layers:
+        skipped |= {name for name in values if name.startswith("moe.")}
+    if len(moe_layers) == num_layers:
+        skipped.add("model.ffn_hidden_size")
+    if model.mla.kv_rank == 0:
+        skipped |= {name for name in values if name.startswith("model.mla.")} - {
+            "model.mla.kv_rank"
+        }
+    else:
+        skipped.add("model.head_dim")  # follows from the widths of [model.mla]
+    if moe.shared_ffn_hidden_size == 0:
+        values["moe.shared_gate"] = False
+    if moe.score_function == "softmax_after_top_k":
+        # Equal to the softmax over all experts, divided by the sum of the chosen ones.
+        values |= {"moe.score_function": "softmax", "moe.normalize": True}
+    values["moe.expert_bias"] = moe.expert_bias_rate is not None
+    if moe.num_groups == moe.groups_top_k:
+        values |= {"moe.num_groups": 1, "moe.groups_top_k": 1}
+    return {name: value for name, value in values.items() if name not in skipped}

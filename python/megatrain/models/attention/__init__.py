@@ -1,0 +1,1 @@
+"""Attention blocks, blockwise attention and context parallelism."""

@@ -1,0 +1,90 @@
+"""Causal grouped-query attention with rotary positions.
+
+Shapes: S sequence, B batch, H hidden, D head dimension, G heads of keys and values of this rank,
+N query heads of this rank (a multiple of G).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megacore.ops.rotation import split_and_rotate
+from megacore.parallel.batch import Documents
+from megacore.parallel.params import ParamInfo
+from megatrain.models.attention.blockwise import ScoreRule
+from megatrain.models.attention.context_parallel import Masks, causal_attention
+from megatrain.models.attention.kv_cache import Past
+from megatrain.models.layers import ColumnLinear, ModelContext, RowLinear, make_qk_norm
+
+
+class Attention(nn.Module):
+    """Attention with one column-parallel layer for queries, keys and values.
+
+    A tp rank owns whole heads: a key head and its query heads are on the same rank, so attention
+    itself needs no communication over tp. There is no dropout on attention probabilities: its mask
+    would have ``S * S`` elements per head, and current models train without it.
+    """
+
+    def __init__(self, name: str, layer: int, context: ModelContext) -> None:
+        super().__init__()
+        shape, config = context.shape, context.config
+        self.head_dim = shape.head_dim
+        self.num_local_groups = shape.num_kv_heads // context.region.group.size
+        self.grouped = shape.q_per_kv > 1
+        self.cp, self.masks = context.region.cp, Masks()
+        self.cp_comm = context.region.cp_comm
+        self.rule = ScoreRule(window=config.window_of(layer), softcap=config.attention_softcap)
+        self.qkv = ColumnLinear(
+            f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context, bias=config.qkv_bias
+        )
+        width = shape.num_heads * shape.head_dim
+        self.output = RowLinear(f"{name}.output", width, context=context, bias=config.output_bias)
+        self.qk_norm = make_qk_norm(name, context)
+        self.sinks = None
+        if config.attention_sinks:
+            info = ParamInfo(
+                name=f"{name}.sinks",
+                full_shape=(shape.num_kv_heads, shape.q_per_kv),
+                tp_dim=0,
+                weight_decay=False,
+            )
+            self.sinks = context.params.zeros(info)
+        # Set while a text is generated.
+        self.past: Past | None = None
+
+    def forward(
+        self, qkv_SBX: Tensor, rotary: tuple[Tensor, Tensor], documents: Documents | None = None
+    ) -> Tensor:
+        """Compute causal attention and the output projection.
+
+        Args:
+            qkv_SBX: Output of the layer ``qkv`` for ``(S[/tp], B, H)``.
+            rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each,
+                for R rotated elements of a head.
+            documents: Documents inside of which attention stays.
+
+        Returns:
+            ``(S[/tp], B, H)``.
+        """
+        qkv_SBGX = qkv_SBX.view(*qkv_SBX.shape[:2], self.num_local_groups, -1)
+        if self.qk_norm is None:
+            q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
+        else:
+            q_SBND, k_SBGD, v_SBGD = self.qk_norm(qkv_SBGX, rotary)
+        if self.past is not None:
+            k_SBGD, v_SBGD = self.past.extend(torch.stack((k_SBGD, v_SBGD), 1)).unbind(1)
+        mixed_SBND = causal_attention(
+            q_SBND,
+            k_SBGD,
+            v_SBGD,
+            group=self.cp,
+            grouped=self.grouped,
+            masks=self.masks,
+            rule=self.rule,
+            sinks=None if self.sinks is None else self.sinks.flatten(),
+            documents=documents,
+            comm=self.cp_comm,
+        )
+        output: Tensor = self.output(mixed_SBND.flatten(2))
+        return output

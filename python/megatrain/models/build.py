@@ -1,0 +1,138 @@
+"""Construction of a rank's model chunks from a resolved configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megacore.errors import ConfigError
+from megacore.moe.echo.slots import SlotBuffers
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.process_groups import ProcessGroups
+from megatrain.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megatrain.models.custom import OwnStage, StageContext, loss_of
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.loss import FirstLossCheck, Loss, LossContext, token_loss
+from megatrain.models.stage import ContextOptions, Stage, make_context
+
+
+def build_chunks(
+    config: ResolvedConfig, groups: ProcessGroups, *, device: torch.device | str = "cpu"
+) -> list[Stage]:
+    """Build this pipeline rank's chunks, in the order of their stages.
+
+    The schedule determines the stages: in a loop, chunk c is stage ``c * pp + pp_rank``; in a V,
+    the two chunks are the stages ``pp_rank`` and ``2 * pp - 1 - pp_rank``; with two copies of the
+    model, ``pp_rank`` of the first copy and ``pp - 1 - pp_rank`` of the second.
+
+    Args:
+        config: A resolved configuration.
+        groups: This rank's process groups; the position in ``groups.pp`` determines the stages.
+        device: Device of the parameters.
+
+    Returns:
+        ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head. The
+        layers for multi-token prediction are on the last stage or on that of the layout. Chunks on
+        one rank that need the embedding share one parameter.
+
+    Raises:
+        ConfigError: If layers or tensor-parallel sizes do not fit.
+    """
+    mine = stages_of_ranks(config)[groups.pp.position]
+    return build_stages(config, mine, groups, device=device)
+
+
+def _checked(own: Loss | None, config: ResolvedConfig, groups: ProcessGroups) -> Loss:
+    """Return a loss of the user's own with a check of its results, or that of next tokens."""
+    if own is None:
+        return token_loss
+    check = FirstLossCheck(f'train.loss = "{config.train.loss}"', groups.tp)
+
+    def checked(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
+        return check(own(output, batch, context))
+
+    return checked
+
+
+def build_stages(
+    config: ResolvedConfig,
+    mine: Sequence[int],
+    groups: ProcessGroups,
+    *,
+    device: torch.device | str,
+) -> list[Stage]:
+    """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
+    stages, further = _stages(config)
+    chunks: list[Stage] = []
+    loss = _checked(loss_of(config), config, groups)
+    options: ContextOptions = {
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "cp_comm": config.parallel.cp_comm,
+        "dtype": torch_dtype(config.train.dtype),
+        "device": device,
+        "seed": config.train.seed,
+        "slots": SlotBuffers(config.moe.echo.num_spare_slots, config.num_slot_sets),
+        "recompute": config.train.recomputed,
+        "fp8": config.train.fp8 == "blockwise",
+        "debug": config.debug,
+    }
+    # In model order, so that the chunk with the embedding precedes those that share it.
+    for stage in sorted(mine):
+        if chunks:
+            options["peers"] = chunks[0].moe_peers
+        if config.model.factory is not None:
+            own = StageContext(
+                **vars(make_context(config.model, config.moe, groups, **options)),
+                is_first=stage == 0,
+                is_last=stage == len(stages) - 1,
+                tied_weight=_embedding_weight(chunks),
+            )
+            chunks.append(OwnStage(config, stages[stage], own))
+            continue
+        chunks.append(
+            GPTChunk(
+                config.model,
+                layers=stages[stage],
+                has_embedding=stage == 0,
+                has_head=stage == len(stages) - 1,
+                groups=groups,
+                moe=config.moe,
+                tied_weight=_embedding_weight(chunks),
+                mtp_layers=config.model.mtp_layers if stage == further else range(0),
+                loss=loss,
+                **options,
+            )
+        )
+    built = dict(zip(sorted(mine), chunks, strict=True))
+    return [built[stage] for stage in mine]
+
+
+def in_model_order(
+    config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
+) -> list[int]:
+    """Return the indices of a rank's chunks in model order.
+
+    In this order, ranks that hold the same stages have the same parameters, even if two copies of
+    the model have these stages as different chunks.
+    """
+    mine = stages_of_ranks(config)[groups.pp.position]
+    return sorted(range(len(chunks)), key=mine.__getitem__)
+
+
+def _stages(config: ResolvedConfig) -> tuple[list[range], int | None]:
+    try:
+        return layers_of_stages(config), mtp_stage(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of ``train.dtype``."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _embedding_weight(chunks: Sequence[Stage]) -> nn.Parameter | None:
+    weights = (chunk.embedding_weight for chunk in chunks)
+    return next((weight for weight in weights if weight is not None), None)

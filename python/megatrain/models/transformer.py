@@ -1,0 +1,230 @@
+"""Transformer layer: attention, then an MLP or experts, on the residual stream.
+
+A recomputed part ends in a matrix product if possible, because then only the input of the product
+is recomputed, not the product.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megacore.ops.activations import geglu, swiglu
+from megacore.ops.recompute import RecomputeCache, recompute
+from megacore.parallel.batch import Microbatch
+from megatrain.models.attention.gqa import Attention
+from megatrain.models.attention.mla import LatentAttention
+from megatrain.models.dropout import Site
+from megatrain.models.layers import (
+    ColumnLinear,
+    ModelContext,
+    ResidualDropout,
+    RMSNorm,
+    RowLinear,
+    make_norm,
+)
+from megatrain.models.moe_block import GatedExpert, MoEBlock
+
+
+class LayerGraphs(Protocol):
+    """Runner of a layer whose scopes are captured as graphs (``models/captured.py``)."""
+
+    def run(
+        self,
+        layer: TransformerLayer,
+        x_SBH: Tensor,
+        batch: Microbatch,
+        rotary: tuple[Tensor, Tensor],
+        again: frozenset[str],
+    ) -> Tensor:
+        """Run the whole layer: ``(S[/tp], B, H)`` to the same shape."""
+
+
+class MLP(nn.Module):
+    """MLP ``down(activation(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
+
+    def __init__(self, name: str, context: ModelContext, *, width: int) -> None:
+        super().__init__()
+        full_shape = (2, width, context.shape.hidden)
+        self.gate_up = ColumnLinear(f"{name}.gate_up", full_shape, tp_dim=1, context=context)
+        self.down = RowLinear(f"{name}.down", width, context=context)
+        self.activation = context.config.activation
+        self.activate = geglu if self.activation == "geglu" else swiglu
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
+        return self.start(x_SBH)()
+
+    def start(self, x_SBH: Tensor) -> Callable[[], Tensor]:
+        """Apply ``gate_up``; the result computes the rest and returns the output."""
+        wide_SBF = self.gate_up(x_SBH)
+        return lambda: self.finish(wide_SBF)
+
+    def finish(self, x_SBF: Tensor) -> Tensor:
+        """Apply the activation and ``down`` to the output of ``gate_up``."""
+        output: Tensor = self.down(self.activate(x_SBF))
+        return output
+
+
+class TransformerLayer(nn.Module):
+    """One layer; ``index`` is the global layer index, used in parameter names.
+
+    The index and the ``[moe]`` section determine whether the layer has an MLP or experts.
+    """
+
+    def __init__(self, index: int, context: ModelContext) -> None:
+        super().__init__()
+        self.index = index
+        self._recompute = context.recompute
+        name = f"layers.{index}"
+        self.attention_norm, self.attention_output_norm = _norms(f"{name}.attention", context)
+        kind = LatentAttention if context.config.mla.kv_rank else Attention
+        self.attention = kind(f"{name}.attention", index, context)
+        self.attention_dropout = ResidualDropout(layer=index, site=Site.ATTENTION, context=context)
+        is_moe = context.moe.is_moe_layer(index)
+        self.mlp_norm, self.mlp_output_norm = _norms(
+            f"{name}.{'moe' if is_moe else 'mlp'}", context
+        )
+        self.mlp: MLP | MoEBlock
+        if is_moe:
+            shared = _shared_expert(f"{name}.moe", context)
+            self.mlp = MoEBlock(f"{name}.moe", index, context, shared=shared)
+        else:
+            self.mlp = MLP(f"{name}.mlp", context, width=context.shape.ffn)
+        self.mlp_dropout = ResidualDropout(layer=index, site=Site.MLP, context=context)
+        # Set while partial graphs of the layer exist.
+        self.captured: LayerGraphs | None = None
+
+    def forward(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        *,
+        keep_activations: bool = False,
+    ) -> Tensor:
+        """Apply the layer, ``(S[/tp], B, H)``; see ``GPTChunk`` for ``keep_activations``."""
+        again = frozenset[str]() if keep_activations else self._recompute
+        if self.captured is not None and self.training and batch.number is not None:
+            return self.captured.run(self, x_SBH, batch, rotary, again)
+        memo = RecomputeCache() if "layer" in again else None
+
+        def blocks(x_SBH: Tensor) -> Tensor:
+            return self.blocks(x_SBH, rotary, batch, again, memo=memo)
+
+        return recompute(blocks, x_SBH, memo=memo) if "layer" in again else blocks(x_SBH)
+
+    def blocks(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+        *,
+        memo: RecomputeCache | None = None,
+    ) -> Tensor:
+        """Apply both blocks, ``(S[/tp], B, H)``; for ``memo`` see `mlp_block`.
+
+        ``again`` has the parts of layers to recompute in the backward pass, as in `ModelContext`.
+        The sum between the blocks is computed with the norm that follows, if this norm is kept.
+        """
+        mixed_SBH = self._mix(x_SBH, rotary, batch, again)
+        parts = {"moe"} if isinstance(self.mlp, MoEBlock) else {"mlp", "norm"}
+        if type(self.mlp_norm) is RMSNorm and not parts & again:
+            x_SBH, normed_SBH = self.mlp_norm(x_SBH, mixed_SBH)
+            return self.mlp_block(x_SBH, batch, again, memo=memo, normed_SBH=normed_SBH)
+        return self.mlp_block(x_SBH + mixed_SBH, batch, again, memo=memo)
+
+    def attention_block(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+    ) -> Tensor:
+        """Add attention, with its norm and dropout, to the residual stream ``(S[/tp], B, H)``."""
+        return x_SBH + self._mix(x_SBH, rotary, batch, again)
+
+    def _mix(
+        self,
+        x_SBH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Microbatch,
+        again: frozenset[str],
+    ) -> Tensor:
+        """Compute what `attention_block` adds."""
+
+        def project(x_SBH: Tensor) -> Tensor:
+            return self.attention.qkv(self.attention_norm(x_SBH))  # type: ignore[no-any-return]
+
+        def mix(qkv_SBX: Tensor) -> Tensor:
+            return self.attention(qkv_SBX, rotary, batch.documents)  # type: ignore[no-any-return]
+
+        qkv_SBX = recompute(project, x_SBH) if "norm" in again else project(x_SBH)
+        mixed_SBH = recompute(mix, qkv_SBX) if "attention" in again else mix(qkv_SBX)
+        mixed_SBH = self.attention_output_norm(mixed_SBH)
+        dropped_SBH: Tensor = self.attention_dropout(mixed_SBH, batch)
+        return dropped_SBH
+
+    def mlp_block(
+        self,
+        x_SBH: Tensor,
+        batch: Microbatch,
+        again: frozenset[str],
+        *,
+        memo: RecomputeCache | None = None,
+        normed_SBH: Tensor | None = None,
+    ) -> Tensor:
+        """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``.
+
+        ``memo`` is that of a recomputed region around this block, if there is one; ``normed_SBH``
+        the normalized stream, if it is known and not recomputed.
+        """
+        mlp = self.mlp
+
+        def norm(x_SBH: Tensor) -> Tensor:
+            return self.mlp_norm(x_SBH) if normed_SBH is None else normed_SBH
+
+        if isinstance(mlp, MoEBlock):
+            memo = RecomputeCache() if "moe" in again else memo
+
+            def experts(x: Tensor) -> Tensor:
+                return mlp(norm(x), batch, memo=memo)  # type: ignore[no-any-return]
+
+            inner_SBH = recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
+        elif "mlp" in again:
+            inner_SBH = recompute(lambda x: mlp(norm(x)), x_SBH)
+        else:
+
+            def widen(x_SBH: Tensor) -> Tensor:
+                return mlp.gate_up(norm(x_SBH))  # type: ignore[no-any-return]
+
+            wide_SBF = recompute(widen, x_SBH) if "norm" in again else widen(x_SBH)
+            finish = mlp.finish
+            inner_SBH = recompute(finish, wide_SBF) if "activation" in again else finish(wide_SBF)
+        return self.add_mlp(x_SBH, inner_SBH, batch)
+
+    def add_mlp(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """Add the result of the MLP or the experts to the residual stream ``(S[/tp], B, H)``."""
+        inner_SBH = self.mlp_output_norm(inner_SBH)
+        added_SBH: Tensor = x_SBH + self.mlp_dropout(inner_SBH, batch)
+        return added_SBH
+
+
+def _norms(name: str, context: ModelContext) -> tuple[nn.Module, nn.Module]:
+    """Return the norms of a block's input and output; one of them changes nothing."""
+    norm = make_norm(f"{name}.norm", context)
+    is_before = context.config.norm_position == "before"
+    return (norm, nn.Identity()) if is_before else (nn.Identity(), norm)
+
+
+def _shared_expert(name: str, context: ModelContext) -> nn.Module | None:
+    moe = context.moe
+    if moe.shared_ffn_hidden_size == 0:
+        return None
+    mlp = MLP(f"{name}.shared", context, width=moe.shared_ffn_hidden_size)
+    return GatedExpert(f"{name}.shared_gate", mlp, context) if moe.shared_gate else mlp

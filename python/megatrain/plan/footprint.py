@@ -1,0 +1,383 @@
+"""Memory of a rank by kind: state, kept activations in flight, logits, buffers, overheads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megacore.pipeline import ActionKind
+from megatrain.config.pipeline import SEARCHED
+from megatrain.plan.device import Device
+from megatrain.plan.schedules import ScheduleShape, cached_schedule, schedule_shape
+from megatrain.plan.spec import ModelSpec, RunSpec, loss_columns
+from megatrain.plan.step_time import stage_params
+
+GIB = float(1 << 30)
+
+
+def memory_unit(largest: float) -> tuple[str, int]:
+    """Return name and bytes of the largest unit in which ``largest`` is at least 1 (or KiB).
+
+    Example:
+        >>> memory_unit(3 << 20), memory_unit(1000)
+        (('MiB', 1048576), ('KiB', 1024))
+    """
+    units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20))
+    return next((unit for unit in units if largest >= unit[1]), ("KiB", 1 << 10))
+
+
+def memory_text(num_bytes: float, *, sign: str = "") -> str:
+    """Format bytes; with the sign ``"+"``, a difference.
+
+    Example:
+        >>> memory_text(1.5 * GIB), memory_text(-(3 << 20), sign="+"), memory_text(0)
+        ('1.5 GiB', '-3.0 MiB', '0.0 KiB')
+    """
+    unit, size = memory_unit(abs(num_bytes))
+    return f"{num_bytes / size:{sign}.1f} {unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Predicted memory of the ranks at a pipeline position, in bytes.
+
+    Attributes:
+        pp_rank: Position on the pipeline axis.
+        layers: Layers of each of its stages.
+        parts: Bytes by kind, allocated by the program.
+        outside: Bytes by kind outside of tensors: fragmentation, context, communicators.
+    """
+
+    pp_rank: int
+    layers: tuple[int, ...]
+    parts: dict[str, float]
+    outside: dict[str, float]
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of tensors with fragmentation."""
+        return self.allocated + self.outside["fragmentation"]
+
+    @property
+    def total(self) -> float:
+        """Bytes that the device must have."""
+        return self.allocated + sum(self.outside.values())
+
+
+def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, float]:
+    """Return the bytes per token that a layer keeps for its backward pass, and without recompute.
+
+    Source: Korthikanti et al., arXiv:2205.05198, extended to grouped queries, latent attention,
+    experts and 8-bit products.
+    """
+    wide, split = spec.width, spec.token_split
+    saved = 1 if spec.is_fp8 else wide  # input of a matrix product
+    h, t = model.hidden, spec.tp
+    norm_inputs = 2 * wide * h / split
+    norm_outputs = 2 * saved * h / (1 if spec.plain_autograd else split)
+    up, core, out = 0.0, 0.0, 0.0
+    if model.kv_lora:
+        latent = wide * (2 * model.q_lora + 2 * model.kv_lora + model.qk_rope)
+        query, value = model.head_dims
+        up = (2 * model.heads * query + model.heads * value) * wide / t
+        core, out = latent, saved * model.heads * value / t
+    else:
+        core = wide * (model.heads + 2 * model.kv_heads) * model.head_dim / t
+        out = saved * model.heads * model.head_dim / t
+    log_sums = 4 * model.heads / t
+    scores = 5 * model.heads * model.seq / t if spec.attention == "unfused" else 0.0
+    masks = h / split * 2 if spec.attention == "unfused" else 0.0
+    if moe:
+        copies = model.top_k / spec.tp * spec.load(model.experts)
+        inner = 2 if model.experts_gated else 1
+        experts = copies * (saved * h + wide * inner * model.moe_ffn)
+        activation = copies * saved * model.moe_ffn
+        permuted = copies * wide * h if spec.keeps_permuted else 0.0
+        shared = (2 * wide + saved) * model.shared_ffn / t
+        mlp = experts + permuted + shared
+    else:
+        mlp = (2 * wide if model.gated else wide) * model.ffn / t
+        activation = saved * model.ffn / t
+    gathered, passing = context_bytes(model, spec)
+    kept = norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks
+    kept += mlp + activation + gathered
+    whole = kept + passing
+    recompute = spec.recompute
+    if "layer" in recompute:
+        return wide * h / split, whole
+    if "op" in recompute:
+        return 0.55 * kept, whole
+    if "attention" in recompute:  # with the output projection, whose input is not kept
+        kept -= scores + out + log_sums + gathered
+    elif "core_attn" in recompute:
+        kept -= scores
+    if "norm" in recompute:
+        kept -= norm_outputs
+    if ("moe" if moe else "mlp") in recompute:
+        kept -= mlp + activation
+    elif recompute & ({"moe_act"} if moe else {"activation"}):
+        kept -= activation
+    if "mla_up_proj" in recompute:
+        kept -= up
+    return kept, whole
+
+
+def context_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
+    """Return the bytes per token of other ranks' keys and values that attention keeps and passes.
+
+    Gathered ones are those of the whole sequence, kept for the backward pass. A ring has two blocks
+    in flight, and in the backward pass their gradients in float32.
+    """
+    if spec.cp == 1:
+        return 0.0, 0.0
+    wide = spec.width
+    queries, values = model.head_dims
+    kv_heads = model.heads if model.kv_lora else model.kv_heads
+    width = kv_heads * (queries + values) / spec.tp
+    if spec.cp_comm == "ring":
+        return 0.0, (2 * wide + 2 * 4) * width
+    if spec.cp_comm == "a2a":
+        return 0.0, wide * width
+    if model.kv_lora:
+        width += model.kv_lora + model.qk_rope
+    return (spec.cp - 1) * wide * width, 0.0
+
+
+def mlp_width(model: ModelSpec, spec: RunSpec) -> float:
+    """Return the inner width of an MLP or of the experts of a token on a rank."""
+    experts = model.top_k * model.moe_ffn + model.shared_ffn
+    return max(experts if any(model.moe_layers) else 0, model.ffn) / spec.tp
+
+
+def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
+    """Return the bytes per token that the backward pass of a layer takes beside what it keeps.
+
+    The layer's recomputed activations, and the gradients inside of its MLP: of the output, and of
+    the input of the activation; that of its output takes the place of the output itself.
+    """
+    kept, whole = layer_bytes(model, spec, moe)
+    rows = 1 + (model.top_k / spec.tp * spec.load(model.experts) if moe else 0)
+    gated = model.experts_gated if moe else model.gated
+    inner = (2 if gated else 1) * mlp_width(model, spec)
+    return whole - kept + spec.width * (rows * model.hidden + inner)
+
+
+def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
+    """Return the bytes per token of output gradients that a layer keeps between I and W."""
+    inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
+    if moe:
+        copies = model.top_k / spec.tp * spec.load(model.experts)
+        experts = (2 if model.experts_gated else 1) * model.moe_ffn + model.hidden
+        inner += copies * experts + 2 * model.shared_ffn / spec.tp
+    else:
+        inner += (2 if model.gated else 1) * model.ffn / spec.tp
+    return spec.width * (inner + 2 * model.hidden)
+
+
+def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
+    """Return the bytes per token that the loss keeps, and those at its peak with the logits."""
+    columns = model.vocab / spec.tp
+    block = loss_columns(model, spec)
+    if block is not None:
+        # The sum of exponentials and the labels; at the peak also the gradients of both inputs.
+        logits = 4 if spec.precision == "fp32" else 6
+        weight = spec.width * columns * model.hidden / (spec.microbatch * model.seq / spec.cp)
+        return 12, 12 + logits * block + 4 * model.hidden + weight
+    peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
+    if spec.precision == "fp32" and spec.loss == "unfused":
+        peak = 8  # the logits are not copied to float32
+    return 4 * columns, peak * columns
+
+
+def slot_bytes(model: ModelSpec, spec: RunSpec) -> float:
+    """Return the bytes of a rank's slots for clones, shared by its layers.
+
+    Weights once per microbatch that can be inside layers at the same time, and float32 gradients.
+    """
+    sets = 2 if "ep" in spec.overlap else 1
+    numel = model.expert_params / spec.etp
+    return spec.slots * numel * (sets * spec.param_bytes + 4)
+
+
+def footprints(
+    model: ModelSpec,
+    spec: RunSpec,
+    device: Device,
+    counts: Sequence[int],
+    state: Sequence[Mapping[str, float]] | None = None,
+) -> list[Footprint]:
+    """Predict the memory of the ranks of each pipeline position.
+
+    Args:
+        model: Shape of the model.
+        spec: Layout.
+        device: Calibration.
+        counts: Layers of each stage.
+        state: Exact bytes of weights, gradients and optimizer state of each pipeline rank.
+            Default: computed from the number of weights, without padding.
+    """
+    tokens = spec.microbatch * model.seq / spec.cp
+    by_kind = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
+    kept = _by_stage(counts, model, {moe: tokens * each[0] for moe, each in by_kind.items()})
+    offload = max(0.0, 1 - spec.offload_layers / max(1, model.layers / spec.pp))
+    kept = [each * offload for each in kept]
+    kept[-1] += tokens * 4 * model.hidden / spec.token_split
+    working = tokens * max(whole for _, whole in by_kind.values())
+    if "layer" in spec.recompute:  # the recomputed layer and the gradients inside of its MLP
+        working += tokens * 3 * spec.width * mlp_width(model, spec)
+    # Elsewhere fewer bytes than with the output layer, where its gradients wait beside a layer's.
+    passing = working
+    if spec.plain_autograd:
+        passing = min(working, tokens * max(passing_bytes(model, spec, moe) for moe in by_kind))
+    kept_by_loss, logits = (tokens * each for each in head_bytes(model, spec))
+    kept[-1] += kept_by_loss
+    pending = [0.0] * len(counts)
+    if spec.plain_autograd:
+        gradients = {moe: tokens * pending_bytes(model, spec, moe) for moe in by_kind}
+        pending = _by_stage(counts, model, gradients)
+        pending[-1] += kept_by_loss
+    peaks = in_flight(spec, kept, pending)
+    found = []
+    stages_of = rank_stages(spec)
+    for rank in range(spec.pp):
+        mine = stages_of[rank]
+        parts = dict(_state(model, spec, counts, mine) if state is None else state[rank])
+        is_last = len(counts) - 1 in mine
+        # Of the loss of one microbatch, all is counted as logits.
+        parts["activations"] = peaks[rank] - (kept_by_loss if is_last else 0.0)
+        parts["logits"] = max(0.0, logits - working) if is_last else 0.0
+        parts["transient"] = working if is_last else passing
+        if spec.plain_autograd and 0 in mine:
+            # The embedding's gradient is made when the activations of its stage are gone.
+            words = spec.param_bytes * model.vocab * model.hidden / spec.tp - kept[0]
+            parts["transient"] = max(parts["transient"], words)
+        if spec.tp > 1:  # gathered input, its gradient and the output before it is scattered
+            parts["tp buffers"] = 3 * 2 * tokens * model.hidden
+        if spec.slots:
+            parts["slots of clones"] = slot_bytes(model, spec)
+        parts["workspace"] = device.memory_workspace * sum(parts.values())
+        found.append(
+            Footprint(
+                pp_rank=rank,
+                layers=tuple(counts[stage] for stage in mine),
+                parts=parts,
+                outside={
+                    "fragmentation": device.memory_fragmentation * sum(parts.values()),
+                    "context": device.memory_context_gib * GIB,
+                    "communicators": device.memory_comm_gib * GIB * _communicators(spec),
+                },
+            )
+        )
+    return found
+
+
+def _communicators(spec: RunSpec) -> int:
+    return sum(size > 2 for size in (spec.tp, spec.cp, spec.dp, spec.ep, spec.pp))
+
+
+def rank_stages(spec: RunSpec) -> list[list[int]]:
+    """Return the stages of each pipeline rank."""
+    schedule = cached_schedule(schedule_shape(spec, spec.microbatches))
+    length = schedule.num_stages // schedule.num_chains
+    return [[stage % length for stage in schedule.stages(rank)] for rank in range(spec.pp)]
+
+
+def _state(
+    model: ModelSpec, spec: RunSpec, counts: Sequence[int], mine: Sequence[int]
+) -> dict[str, float]:
+    sizes = [stage_params(model, spec, counts, stage) for stage in mine]
+    dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+    both, owned = dense + experts, spec.owned(dense, experts)
+    if spec.zero < 3:
+        return {
+            "weights": spec.param_bytes * both,
+            "gradients": spec.grad_bytes * both,
+            "optimizer": spec.state_bytes * owned,
+        }
+    layer = sum(model.layer_params(any(model.moe_layers), spec.tp, spec.ep * spec.etp))
+    unsharded = both if spec.pp > 1 else 2 * layer + model.vocab * model.hidden / spec.tp
+    return {
+        "weights": 4 * owned + 2 * unsharded,
+        "gradients": 4 * owned + (4 * unsharded if spec.pp > 1 else 0.0),
+        "optimizer": 8 * owned,
+    }
+
+
+def _by_stage(
+    counts: Sequence[int], model: ModelSpec, by_kind: Mapping[bool, float]
+) -> list[float]:
+    """Sum a number over the layers of each stage; prediction layers are on the last one."""
+    sums, first = [], 0
+    for count in counts:
+        sums.append(sum(by_kind[moe] for moe in model.moe_layers[first : first + count]))
+        first += count
+    sums[-1] += sum(by_kind[moe] for moe in model.moe_layers[model.layers :])
+    return sums
+
+
+# Peaks of these grow with the number of microbatches.
+_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", *SEARCHED)
+
+
+def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) -> list[float]:
+    """Return the largest sum of kept activations on each pipeline rank over a step.
+
+    Args:
+        spec: Layout.
+        kept: Bytes of each stage and microbatch from F to B or W.
+        pending: Further bytes from I to W.
+    """
+    microbatches = spec.microbatches
+    if spec.schedule not in _UNBOUNDED:  # the first microbatches, in whole groups, reach the peak
+        group = spec.group_size or 1
+        microbatches = min(microbatches, -(-3 * max(spec.pp, group) // group) * group)
+    by_rank = _held(schedule_shape(spec, microbatches))
+    stages = rank_stages(spec)
+    return [
+        max(
+            sum(
+                held * kept[stage] + waiting * pending[stage]
+                for (held, waiting), stage in zip(state, mine, strict=True)
+            )
+            for state in by_rank[rank]
+        )
+        for rank, mine in enumerate(stages)
+    ]
+
+
+_Held = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=512)
+def _held(shape: ScheduleShape) -> list[set[_Held]]:
+    """Return what each rank holds at its local peaks.
+
+    For each of its stages: microbatches between F and the end of their backward pass, and those of
+    them between I and W.
+    """
+    schedule = cached_schedule(shape)
+    found = []
+    for rank in range(shape.num_ranks):
+        position = {stage: index for index, stage in enumerate(schedule.stages(rank))}
+        held = [[0, 0] for _ in position]
+        peaks: set[_Held] = set()
+        rising = False
+        for action in schedule.actions(rank):
+            mine = held[position[action.stage]]
+            if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT):
+                mine[action.kind == ActionKind.BACKWARD_INPUT] += 1
+                rising = True
+                continue
+            if rising:
+                peaks.add(tuple((a, b) for a, b in held))
+            mine[0] -= 1
+            mine[1] -= action.kind == ActionKind.BACKWARD_WEIGHT
+            rising = False
+        found.append(peaks)
+    return found

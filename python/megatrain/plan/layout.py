@@ -1,0 +1,114 @@
+"""Layout, schedule and activation specs of a run, as pure functions of its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megacore.errors import ConfigError
+from megacore.parallel import Topology
+from megacore.pipeline import Recompute, Schedule
+from megacore.pipeline.executor import ActivationSpec
+from megatrain.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megatrain.models.build import torch_dtype
+from megatrain.plan.schedules import ScheduleShape, cached_schedule
+
+
+def embedding_ranks(config: Config) -> tuple[int, ...]:
+    """Find the pipeline ranks of all stages that use the embedding.
+
+    Example:
+        >>> embedding_ranks(Config(parallel={"pp": 4}))
+        (0, 3)
+        >>> untied = {"tie_embeddings": False, "num_mtp_layers": 1}
+        >>> layout = {"layout": "Et|t|tt,m|L"}
+        >>> embedding_ranks(Config(model=untied, parallel={"pp": 4}, pipeline=layout))
+        (0, 2)
+    """
+    by_rank, further = stages_of_ranks(config), mtp_stage(config)
+    stages = [0]
+    if config.model.tie_embeddings or further is None:
+        stages.append(config.parallel.pp * config.pipeline.stages_per_rank - 1)
+    if further is not None:
+        stages.append(further)
+    return tuple(
+        next(rank for rank, mine in enumerate(by_rank) if stage in mine) for stage in stages
+    )
+
+
+def make_topology(config: ResolvedConfig, world_size: int) -> Topology:
+    """Build the topology of the ``[parallel]`` section."""
+    parallel = config.parallel
+    return Topology(
+        world_size=world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+    )
+
+
+def train_schedule(config: Config, world_size: int) -> Schedule:
+    """Return the schedule of one training step; forked ranks share the one that was checked.
+
+    Raises:
+        ConfigError: If the schedule cannot be built; the message lists the nearest valid sizes.
+    """
+    pipeline, num_microbatches = config.pipeline, config.num_microbatches(world_size)
+    try:
+        return cached_schedule(
+            ScheduleShape(
+                pipeline.schedule,
+                config.parallel.pp,
+                num_microbatches,
+                pipeline.chunks,
+                pipeline.group_size,
+                pipeline.memory_limit,
+                pipeline.pairs,
+            )
+        )
+    except ValueError as error:
+        train, dp = config.train, config.dp(world_size)
+        raise ConfigError(
+            f"pipeline.schedule = {pipeline.schedule} with {num_microbatches} microbatches per step"
+            f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
+            f"{train.microbatch_size} x dp {dp})): {error}"
+        ) from error
+
+
+def train_recompute(config: Config) -> Recompute | None:
+    """Build the recompute policy of a training step; ``None`` without recomputation."""
+    train = config.train
+    return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
+
+
+def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
+    """Build the output spec of each stage except the last, for every copy of the model.
+
+    ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; from the stage of the
+    multi-token prediction layers on, the outputs of all depths, concatenated along the sequence.
+    """
+    num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
+    plain = activation_spec(config, device)
+    length, *others = plain.shape
+    all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
+    return {
+        copy * num_stages + stage: plain if further is None or stage < further else all_depths
+        for copy in range(config.pipeline.copies)
+        for stage in range(num_stages - 1)
+    }
+
+
+def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
+    """Build the spec: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
+    model, parallel = config.model, config.parallel
+    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    sequence = model.seq_length // slices
+    return ActivationSpec(
+        shape=(sequence, config.train.microbatch_size, model.hidden_size),
+        dtype=torch_dtype(config.train.dtype),
+        device=device,
+    )

@@ -1,0 +1,59 @@
+"""Schedules of runs and of predicted layouts, each built once in a process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megacore.pipeline import Schedule, build_schedule
+from megatrain.config.pipeline import builder_arguments
+from megatrain.plan.spec import RunSpec
+
+
+class ScheduleShape(NamedTuple):
+    """Settings and sizes that determine the schedule of a run.
+
+    Attributes:
+        name: As `pipeline.schedule`.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Microbatches per step.
+        num_chunks: Stages of a rank.
+        group_size: As `pipeline.group_size`.
+        memory_limit: As `pipeline.memory_limit`.
+        pairs: As of ``build_schedule``.
+    """
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int
+    group_size: int | None
+    memory_limit: int | None
+    pairs: Literal["whole", "split"] | None
+
+
+def schedule_shape(spec: RunSpec, num_microbatches: int) -> ScheduleShape:
+    """Return what determines the schedule of a layout with so many microbatches."""
+    return ScheduleShape(
+        spec.schedule,
+        spec.pp,
+        num_microbatches,
+        spec.chunks,
+        spec.group_size,
+        spec.memory_limit,
+        spec.pairs,
+    )
+
+
+@lru_cache(maxsize=256)
+def cached_schedule(shape: ScheduleShape) -> Schedule:
+    """Build a schedule, or return the one that was built before."""
+    return build_schedule(
+        **builder_arguments(shape.name),
+        num_ranks=shape.num_ranks,
+        num_microbatches=shape.num_microbatches,
+        num_chunks=shape.num_chunks,
+        group_size=shape.group_size,
+        memory_limit=shape.memory_limit,
+        pairs=shape.pairs,
+    )

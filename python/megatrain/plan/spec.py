@@ -1,0 +1,329 @@
+"""The model and the layout of a run as plain numbers: the inputs of every prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatrain.config import EchoConfig
+from megatrain.models.shape import block_columns
+
+_NO_CLONES = EchoConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Shape of a transformer; sizes are those of the whole model.
+
+    Attributes:
+        layers: Transformer layers without those for multi-token prediction (``mtp``).
+        vocab: Rows of the embedding, with padding.
+        gated: The dense MLP has a gate (SwiGLU); ``experts_gated`` is the same for experts.
+        kv_lora: Rank of the compressed keys and values of multi-head latent attention; 0 for
+            multi-head or grouped-query attention. The next fields belong to it.
+        moe_layers: Whether each layer has experts, ``mtp`` layers at the end included.
+        groups: Groups of experts of which ``groups_top_k`` can be chosen; 1 without.
+        windows: Sliding windows in tokens, repeated over the layers; 0 for none.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    seq: int
+    tied: bool = False
+    gated: bool = True
+    qk_norm: bool = False
+    q_lora: int = 0
+    kv_lora: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    experts_gated: bool = True
+    moe_layers: tuple[bool, ...] = ()
+    groups: int = 1
+    groups_top_k: int = 1
+    mtp: int = 0
+    windows: tuple[int, ...] = (0,)
+
+    @cached_property
+    def qkv_matrices(self) -> tuple[tuple[int, int, bool], ...]:
+        """Projections before attention as (outputs, inputs, split over tp)."""
+        if not self.kv_lora:
+            return (((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden, True),)
+        query = self.heads * (self.qk_nope + self.qk_rope)
+        queries = (
+            ((self.q_lora, self.hidden, False), (query, self.q_lora, True))
+            if self.q_lora
+            else ((query, self.hidden, True),)
+        )
+        return (
+            *queries,
+            (self.kv_lora + self.qk_rope, self.hidden, False),
+            (self.heads * (self.qk_nope + self.v_dim), self.kv_lora, True),
+        )
+
+    @cached_property
+    def head_dims(self) -> tuple[int, int]:
+        """Widths of a head's query and value."""
+        if self.kv_lora:
+            return self.qk_nope + self.qk_rope, self.v_dim
+        return self.head_dim, self.head_dim
+
+    def attention_params(self, tp: int = 1) -> float:
+        """Weights of attention on a rank."""
+        before = sum(n * k / (tp if split else 1) for n, k, split in self.qkv_matrices)
+        return before + self.hidden * self.heads * self.head_dims[1] / tp
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return (3 if self.experts_gated else 2) * self.moe_ffn * self.hidden
+
+    def layer_params(self, moe: bool, tp: int = 1, expert_shards: int = 1) -> tuple[float, float]:
+        """Weights of a layer on a rank: those of all ranks' data, and those of experts."""
+        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_dim + self.q_lora + self.kv_lora
+        shared = self.attention_params(tp) + norms
+        if not moe:
+            return shared + (3 if self.gated else 2) * self.ffn * self.hidden / tp, 0.0
+        shared += self.experts * self.hidden + 3 * self.shared_ffn * self.hidden / tp
+        shared += self.shared_gate * self.hidden
+        return shared, self.experts * self.expert_params / expert_shards
+
+    @cached_property
+    def mean_keys(self) -> float:
+        """Keys that a token attends to, averaged over tokens and layers; ``seq / 2`` if causal.
+
+        Example:
+            >>> spec = ModelSpec(layers=2, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8,
+            ...                  vocab=8, seq=16, moe_layers=(False, False), windows=(4, 0))
+            >>> spec.mean_keys  # (4 - 4 * 4 / 32 + 8) / 2
+            5.75
+        """
+        reach = [min(window or self.seq, self.seq) for window in self.windows]
+        layers = range(max(1, len(self.moe_layers)))
+        keys = (reach[layer % len(reach)] for layer in layers)
+        return sum(count - count * count / (2 * self.seq) for count in keys) / len(layers)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of a training step per token: the model's, with nothing recomputed.
+
+        ``6 * W + 12 * L * K * A``: a weight costs 2 operations forward and 4 backward. W counts the
+        weights that a token is multiplied with: chosen experts only, the router, the output layer
+        with the padding of its vocabulary, not the embedding. L layers attend to K keys on average
+        (:attr:`mean_keys`, the causal half); A is the number of heads times the mean width of a
+        query and a value.
+
+        Source:
+            Chowdhery et al., arXiv:2204.02311, appendix B, with half of its attention.
+        """
+        head = (1 + self.mtp) * self.vocab * self.hidden + self.mtp * 2 * self.hidden**2
+        by_kind = {moe: sum(self._forward(moe).values()) for moe in set(self.moe_layers)}
+        return 3 * (2 * head + sum(by_kind[moe] for moe in self.moe_layers))
+
+    def recomputed_flops_per_token(self, parts: Collection[str]) -> float:
+        """Operations per token of passes that recomputation repeats.
+
+        Args:
+            parts: Recomputed parts, as in ``train.recompute``, or ``layer`` for all of one.
+        """
+        total = 0.0
+        for moe in self.moe_layers:
+            forward = self._forward(moe)
+            total += sum(ops for part, ops in forward.items() if {part, "layer"} & set(parts))
+        return total
+
+    def _forward(self, moe: bool) -> dict[str, float]:
+        """Operations of a layer's forward pass per token: projections, attention, MLP or MoE."""
+        if moe:
+            weights = self.top_k * self.expert_params + self.experts * self.hidden
+            weights += (3 * self.shared_ffn + self.shared_gate) * self.hidden
+        else:
+            weights = (3 if self.gated else 2) * self.ffn * self.hidden
+        return {
+            "projections": 2 * self.attention_params(),
+            "attention": 2 * self.heads * self.mean_keys * sum(self.head_dims),
+            "moe" if moe else "mlp": 2 * weights,
+        }
+
+    @property
+    def num_params(self) -> float:
+        """All parameters."""
+        layers = sum(sum(self.layer_params(moe)) for moe in self.moe_layers)
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return embeddings + self.hidden + layers + self.mtp * self.mtp_params
+
+    @property
+    def mtp_params(self) -> float:
+        """Weights of a multi-token prediction layer besides its transformer layer."""
+        return 2 * self.hidden**2 + 3 * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """Layout, number formats and choices of a run; every field can move the result.
+
+    Attributes:
+        gpus: Number of ranks.
+        microbatch: Sequences per forward pass.
+        global_batch: Sequences per step.
+        zero: Sharding over data parallel ranks: 0 nothing, 1 optimizer state, 3 everything (FSDP).
+        precision: Format of matrix products: fp32, bf16, fp16, fp8, fp8-cs, fp8-ds, fp8-blk or
+            mxfp8.
+        param_bytes: Bytes of a weight on every rank.
+        grad_bytes: Bytes of a gradient.
+        state_bytes: Bytes per weight of optimizer state.
+        recompute: Parts that are recomputed: layer, op (every second product), core_attn,
+            attention, norm, activation, mlp, moe, mla_up_proj.
+        recompute_keep: Microbatches in flight per chunk that keep all activations.
+        offload_layers: Layers whose activations are moved to the host.
+        overlap: Communication that overlaps with compute: of dp, tp, pp, ep, cp; of dp also the
+            part of the gradients (``grads``) or of the parameters (``params``) alone.
+        dispatcher: Transport of tokens to experts: alltoall, deepep, hybridep, allgather.
+        imbalance: Load of the busiest expert rank over the mean; 1 if routing is balanced, about
+            1.4 for a router that starts from scratch. Clones lower it, see `load`.
+        echo: Clones of experts on ranks with spare slots.
+        clones_made: Whether slots are filled in each microbatch; not if routing is forced to be
+            balanced.
+        fused_experts: Quantization, permutation and activation are part of the experts' products.
+        graphs: CUDA graphs: off, partial or full.
+        attention: flash (FlashAttention 3 or cuDNN), flash2, or unfused (scores are stored).
+        loss: fused, unfused or eager; how logits are stored. megacore's own runs compute large
+            ones in blocks, see `loss_columns`.
+        instances: Copies of the sharded optimizer state.
+        stages: Layers of each stage as counts; empty to distribute them evenly by cost.
+        cp_comm: Context parallelism by a "ring" of keys and values, as published runs have it, by
+            "allgather" of them, or "a2a" of heads.
+        plain_autograd: Tensors are saved as megacore's layers save them: inputs gathered for
+            sequence parallelism are kept instead of gathered again, and output gradients wait
+            beside the activations from I to W.
+        keeps_permuted: Permuted rows are kept beside the input of the experts.
+        group_size: Microbatches that run through one chunk before the next (interleaving).
+        memory_limit: Activations that a rank may hold in a schedule that is searched for.
+        pairs: Forwards run in pairs with ``whole`` or ``split`` backwards of other microbatches, as
+            with `pipeline.overlap_moe`; this holds more activations.
+        order: Axes from adjacent ranks to far ones.
+    """
+
+    gpus: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    ep: int = 1
+    etp: int = 1
+    microbatch: int = 1
+    global_batch: int = 1
+    schedule: str = "1f1b"
+    zero: int = 1
+    precision: str = "bf16"
+    param_bytes: int = 2
+    grad_bytes: int = 4
+    state_bytes: int = 12
+    recompute: frozenset[str] = frozenset()
+    recompute_keep: int = 0
+    offload_layers: int = 0
+    overlap: frozenset[str] = frozenset()
+    dispatcher: str = "alltoall"
+    imbalance: float = 1.0
+    echo: EchoConfig = _NO_CLONES
+    clones_made: bool = True
+    fused_experts: bool = False
+    graphs: str = "off"
+    attention: str = "flash"
+    loss: str = "unfused"
+    instances: int = 1
+    stages: tuple[int, ...] = ()
+    cp_comm: str = "ring"
+    plain_autograd: bool = False
+    keeps_permuted: bool = True
+    group_size: int | None = None
+    memory_limit: int | None = None
+    pairs: Literal["whole", "split"] | None = None
+    order: str = "tp-cp-ep-dp-pp"
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Distance of neighbours on each axis; etp, ep and edp are those of experts."""
+        found, dense, expert = {}, 1, 1
+        for axis in self.order.split("-"):
+            found[axis if axis != "ep" else "none"] = dense
+            dense *= {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}.get(axis, 1)
+            found[{"tp": "etp", "dp": "edp"}.get(axis, axis if axis == "ep" else "none")] = expert
+            expert *= {"tp": self.etp, "ep": self.ep, "dp": self.edp, "pp": self.pp}.get(axis, 1)
+        return found
+
+    @cached_property
+    def dp(self) -> int:
+        """Data parallel size."""
+        return self.gpus // (self.tp * self.cp * self.pp)
+
+    @cached_property
+    def edp(self) -> int:
+        """Ranks with the same experts."""
+        return self.gpus // (self.pp * self.ep * self.etp)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Microbatches per data parallel rank and step."""
+        return max(1, self.global_batch // (self.dp * self.microbatch))
+
+    @property
+    def slots(self) -> int:
+        """Slots for clones of experts on each rank; none without expert parallelism."""
+        return self.echo.num_spare_slots if self.ep > 1 else 0
+
+    @property
+    def clones(self) -> int:
+        """Clones of a rank in a microbatch that are counted: as many as it has slots."""
+        return self.slots if self.clones_made else 0
+
+    def load(self, experts: int) -> float:
+        """Return the load of the busiest expert rank over the mean, with clones.
+
+        Args:
+            experts: Experts of the model.
+        """
+        bound = self.echo.options().guaranteed_factor(experts // self.ep) if self.slots else None
+        return self.imbalance if bound is None else min(self.imbalance, bound)
+
+    def owned(self, dense: float, experts: float) -> float:
+        """Return the weights of a rank of which it holds the optimizer state."""
+        if self.zero == 0:
+            return dense + experts
+        shards, expert_shards = self.dp * self.cp // self.instances, self.edp // self.instances
+        return dense / shards + experts / max(1, expert_shards)
+
+    @property
+    def token_split(self) -> int:
+        """Ranks that share the tokens between tensor parallel regions."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of an activation that is not in 8 bits."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if products with weights are computed in 8 bits."""
+        return "fp8" in self.precision
+
+
+def loss_columns(model: ModelSpec, spec: RunSpec) -> int | None:
+    """Return the columns of a block of logits, ``None`` if they are computed as a whole."""
+    if not spec.plain_autograd:
+        return None
+    return block_columns(spec.microbatch * model.seq // spec.cp, model.vocab // spec.tp)

@@ -1,0 +1,164 @@
+"""Translation between a configuration and the inputs of a prediction, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain.config import Config, ResolvedConfig, layers_of_stages
+from megatrain.config.layers import stage_text
+from megatrain.plan.spec import ModelSpec, RunSpec
+from megatrain.plan.state import memory_row_of
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def model_spec(config: ResolvedConfig) -> ModelSpec:
+    """Take the shape of the model from a resolved configuration."""
+    model, moe, mla = config.model, config.moe, config.model.mla
+    num_layers = model.mtp_layers.stop
+    return ModelSpec(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=mla.v_head_dim if mla.kv_rank else model.head_dim,
+        vocab=model.padded_vocab_size,
+        seq=model.seq_length,
+        tied=model.tie_embeddings,
+        qk_norm=bool(model.qk_norm),
+        q_lora=mla.q_rank if mla.kv_rank else 0,
+        kv_lora=mla.kv_rank,
+        qk_nope=mla.nope_head_dim,
+        qk_rope=mla.rope_head_dim,
+        v_dim=mla.v_head_dim,
+        experts=moe.num_experts,
+        top_k=moe.top_k,
+        moe_ffn=moe.ffn_hidden_size,
+        shared_ffn=moe.shared_ffn_hidden_size,
+        shared_gate=moe.shared_gate,
+        experts_gated=moe.gated,
+        moe_layers=tuple(moe.is_moe_layer(index) for index in range(num_layers)),
+        groups=moe.num_groups,
+        groups_top_k=moe.groups_top_k,
+        mtp=model.num_mtp_layers,
+        windows=tuple(model.window_of(layer) or 0 for layer in range(num_layers)),
+    )
+
+
+def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
+    """Take the layout and all choices from a resolved configuration."""
+    parallel, pipeline, train = config.parallel, config.pipeline, config.train
+    optimizer, moe = config.optimizer, config.moe
+    overlap = {
+        "dp": optimizer.overlap == "all",
+        "grads": optimizer.overlap == "grads",
+        "params": optimizer.overlap == "params",
+        "pp": pipeline.overlap_p2p,
+        "ep": bool(pipeline.overlap_moe),
+    }
+    memory = memory_row_of(config)
+    return RunSpec(
+        gpus=gpus,
+        tp=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
+        cp_comm=parallel.cp_comm,
+        pp=parallel.pp,
+        chunks=pipeline.chunks,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        microbatch=train.microbatch_size,
+        global_batch=train.global_batch_size,
+        schedule=pipeline.schedule,
+        zero=1 if optimizer.distributed else 0,
+        precision=_PRECISIONS[train.dtype],
+        param_bytes=memory.param_bytes,
+        grad_bytes=memory.grad_bytes,
+        state_bytes=memory.sharded,
+        recompute=train.recomputed,
+        recompute_keep=train.recompute_keep,
+        overlap=frozenset(name for name, on in overlap.items() if on),
+        dispatcher="allgather" if moe.dispatcher == "allgather" else "alltoall",
+        imbalance=1.0 if config.debug.force_balanced else imbalance,
+        echo=moe.echo,
+        clones_made=not config.debug.force_balanced,
+        graphs="partial" if config.graphs.is_partial else config.graphs.mode.removesuffix("_step"),
+        attention="flash2",
+        loss="unfused",
+        instances=optimizer.sharded_instances,
+        stages=tuple(len(layers) for layers in layers_of_stages(config)),
+        plain_autograd=True,
+        keeps_permuted=False,
+        group_size=pipeline.group_size,
+        memory_limit=pipeline.memory_limit,
+        pairs=pipeline.pairs,
+        order=parallel.order,
+    )
+
+
+def without_layout(base: Config, gpus: int) -> Config:
+    """Return the configuration on one pipeline stage of single ranks."""
+    return with_settings(
+        base,
+        {
+            "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
+            "pipeline": _PLAIN_PIPELINE,
+            "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
+            "optimizer": {"num_instances": 1 if base.optimizer.distributed else "all"},
+            "moe": {"echo": base.moe.echo.model_copy(update={"domain_size": None})},
+        },
+        gpus,
+    )
+
+
+_PLAIN_PIPELINE: dict[str, Any] = {
+    "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
+    "overlap_moe": False, "memory_limit": None,
+}  # fmt: skip
+
+
+def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str, dict[str, Any]]:
+    """Return the settings of a layout that was found, by section.
+
+    Args:
+        spec: The layout.
+        stages: Layers of each stage.
+        mtp: Layers for multi-token prediction.
+    """
+    recompute: dict[str, Any] = {"recompute": "none"}
+    if "layer" in spec.recompute:
+        recompute["recompute"] = "full"
+    elif spec.recompute:
+        recompute["recompute"] = ",".join(sorted(spec.recompute))
+    return {
+        "parallel": {
+            "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,
+            "sequence_parallel": spec.sequence_parallel,
+        },
+        "pipeline": {
+            **_PLAIN_PIPELINE,
+            "schedule": spec.schedule,
+            "num_chunks": spec.chunks if spec.chunks > 1 else None,
+            "layout": None if len(set(stages)) == 1 else stage_text(stages, mtp),
+            "overlap_moe": "ep" in spec.overlap,
+        },
+        "train": {"microbatch_size": spec.microbatch, **recompute},
+        "optimizer": {
+            "overlap": next(
+                (part for part in ("grads", "params") if part in spec.overlap),
+                "all" if "dp" in spec.overlap else "none",
+            ),
+            "num_instances": 1 if spec.zero else "all",
+        },
+    }  # fmt: skip
+
+
+def with_settings(base: Config, settings: dict[str, dict[str, Any]], gpus: int) -> Config:
+    """Return a configuration with other settings, by section, for ``gpus`` processes."""
+    sections = {
+        name: getattr(base, name).model_copy(update=values) for name, values in settings.items()
+    }
+    sections["run"] = base.run.model_copy(update={"nproc": gpus})
+    return base.model_copy(update=sections)

@@ -1,0 +1,173 @@
+"""Loss and perplexity of the weights of a run, a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import ConfigError, DataError
+from megatrain.checkpoint import StoredWeights, read_index
+from megatrain.checkpoint.model_files import with_tokenizer_beside
+from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
+from megatrain.config import Config, ResolvedConfig, config_from_values
+from megatrain.data.indexed import indexed_prefix
+from megatrain.hf import sections_from_hf
+from megatrain.hf.files import CONFIG_NAME, TensorFiles, read_config
+from megatrain.launch.context import RankContext
+from megatrain.train.console import EvaluationConsole
+from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.trainer import build_trainer
+
+# Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
+MAX_SEQ_LENGTH = 2048
+# Sections of a run that its evaluation uses; layout and files are chosen for the evaluation.
+_KEPT = ("model", "moe", "data", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSource:
+    """Weights to evaluate.
+
+    Attributes:
+        path: Checkpoint folder, or Hugging Face folder.
+        step: Steps of the checkpoint; ``None`` for a Hugging Face folder.
+        config: The settings to evaluate with, not resolved.
+        whole: Whether every sample of a set counts once, instead of ``train.eval_steps`` batches.
+    """
+
+    path: Path
+    step: int | None
+    config: Config
+    whole: bool
+
+
+def open_source(
+    path: str | Path,
+    settings: Sequence[tuple[str, str]] = (),
+    *,
+    data: str | None = None,
+    whole: bool = False,
+) -> EvalSource:
+    """Find weights, and the settings of their evaluation: those of the run, on one process.
+
+    Args:
+        path: A run's folder, a folder of checkpoints, a checkpoint or a Hugging Face folder.
+        settings: Settings of the user, which override those of the run.
+        data: Data to evaluate on, as ``data.source``. Default: the validation sets.
+        whole: As in `EvalSource`; also if ``data`` is given and ``train.eval_steps`` is not.
+
+    Raises:
+        CheckpointError: If there is no checkpoint.
+        MegacoreError: If the Hugging Face model is not supported, or a setting is invalid.
+    """
+    path, step = Path(path), None
+    keys = {key for key, _ in settings}
+    if (path / CONFIG_NAME).is_file():
+        values = _hf_values(path, data, keys)
+    else:
+        stored = StoredWeights(path)
+        path, step = stored.folder, read_index(stored.folder).state.step
+        values = _run_values(stored.config)
+    if data is not None:
+        values["data"] |= {
+            "factory": None,
+            "source": data,
+            "sources": [],
+            "validation": [{"path": data}],
+            "order": "megacore",
+        }
+        whole = whole or "train.eval_steps" not in keys
+    values.setdefault("train", {})
+    if whole:
+        values["train"]["loss_normalization"] = "token"
+    if values["train"].get("eval_interval") == 0:
+        values["train"]["eval_interval"] = 1  # or too little validation data would be left out
+    config = config_from_values(values, source=str(path), overrides=settings)
+    if step is not None and "data.tokenizer" not in keys:
+        config = with_tokenizer_beside(config, path)
+    return EvalSource(path=path, step=step, config=config, whole=whole)
+
+
+def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
+    values = {section: dict(stored[section]) for section in _KEPT if section in stored}
+    values.get("moe", {}).pop("echo", None)
+    for name in ("recompute", "recompute_keep", "callbacks"):
+        values.get("train", {}).pop(name, None)
+    return values
+
+
+def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]:
+    hf_config = read_config(folder)
+    model, moe = sections_from_hf(hf_config)
+    values: dict[str, Any] = {
+        "model": model.model_dump() | {"seq_length": min(model.seq_length, MAX_SEQ_LENGTH)},
+        "moe": moe.model_dump(),
+        "train": {"dtype": str(TensorFiles(folder).dtype()).removeprefix("torch.")},
+        "data": {},
+    }
+    if (folder / TOKENIZER_NAME).is_file():
+        values["data"]["tokenizer"] = str(folder / TOKENIZER_NAME)
+    elif "data.tokenizer" not in keys and (data is None or indexed_prefix(data) is None):
+        raise ConfigError(
+            f"{folder} has no {TOKENIZER_NAME}; set --data.tokenizer, or give tokens as --data, "
+            "the prefix of a .bin/.idx pair"
+        )
+    return values
+
+
+def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -> dict[str, Any]:
+    """Load the weights and compute the loss of each validation set. Collective.
+
+    Args:
+        source: The weights.
+        config: ``source.config``, resolved.
+        context: Rank, world size and device of this process.
+
+    Returns:
+        ``path``, ``step``, ``parameters``, ``loss`` and ``perplexity`` (the mean over the sets by
+        weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each:
+        the labels that the loss is a mean of.
+    """
+    trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    load_initial_weights(trainer, source.path)
+    counts = trainer.validation_samples(whole=source.whole)
+    with EvaluationConsole(
+        num_batches=sum(-(-count // config.train.global_batch_size) for count in counts.values()),
+        num_tokens=sum(counts.values()) * config.model.seq_length,
+        silent=context.rank != 0,
+        file=sys.stderr,
+    ) as console:
+        found = trainer.evaluate(whole=source.whole, on_batch=console.batch)
+    for name, each in found.items():
+        if each.num_labels == 0:
+            raise DataError(f"no label of the validation set {name} counts, so it has no loss")
+    mean = trainer.mean_validation_loss(found)
+    return {
+        "path": str(source.path),
+        "step": source.step,
+        "parameters": trainer.num_params,
+        "loss": mean,
+        "perplexity": perplexity(mean),
+        "sets": {
+            name: {
+                "loss": each.loss,
+                "perplexity": perplexity(each.loss),
+                "tokens": each.num_labels,
+            }
+            for name, each in found.items()
+        },
+    }
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss, infinite if it is too large.
+
+    Example:
+        >>> perplexity(0.0), perplexity(1e6)
+        (1.0, inf)
+    """
+    return math.exp(loss) if loss < 700.0 else math.inf

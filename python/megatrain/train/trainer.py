@@ -1,0 +1,461 @@
+"""Construction of one rank's training components from a resolved configuration.
+
+Every decision that ranks must agree on (layout, schedule, buffer plan, data order) is a pure
+function of the configuration, so agreement needs no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from megacore.buffers import make_buffers
+from megacore.calls.ring import CallRing
+from megacore.errors import ConfigError, DataError
+from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, learning_rate
+from megacore.parallel import ProcessGroups
+from megacore.parallel.batch import Microbatch
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.instances import HybridShardGroups
+from megacore.pipeline import (
+    ActionRecorder,
+    PipelineExecutor,
+    Program,
+    Schedule,
+    receives_for,
+)
+from megacore.pipeline.clock import PhaseClock
+from megatrain.config import ResolvedConfig
+from megatrain.data import Samples, TrainingData, microbatch
+from megatrain.data.loading import load_run_data
+from megatrain.data.prefetch import Prefetch
+from megatrain.data.sample import OneEpoch
+from megatrain.models.build import build_chunks, in_model_order
+from megatrain.models.gpt import GPTChunk
+from megatrain.models.size import count_parameters
+from megatrain.models.stage import Stage
+from megatrain.plan.layout import (
+    activation_spec,
+    activation_specs,
+    embedding_ranks,
+    make_topology,
+    train_recompute,
+    train_schedule,
+)
+from megatrain.plan.routing import recorded_settings
+from megatrain.routing_trace import RoutingRecorder, RoutingReplay, RoutingTape
+from megatrain.train.control import NUM_VOTES
+from megatrain.train.diagnosis import NonFiniteSearch
+from megatrain.train.graphs import StepGraphs
+from megatrain.train.memory import memory_bytes
+from megatrain.train.meters import ExpertLoadMeter, MTPLossMeter
+from megatrain.train.step import BatchSource, EagerStep, Evaluation, StepMetrics, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """Training components of one rank.
+
+    Attributes:
+        config: Resolved configuration.
+        groups: Process groups of this rank.
+        data: Datasets and tokenizer.
+        schedule: The pipeline schedule of a training step, all ranks.
+        chunks: Model chunks of this rank.
+        optimizer: Optimizer over the parameters of ``chunks``.
+        eager: Passes and update of a step without graphs.
+        graphs: CUDA graphs of training steps; ``None`` without graphs.
+        device: Device of the model.
+        routing: Recorder and replay of routing decisions, both optional.
+        num_params: Parameters of the whole model, without the padding of the vocabulary.
+        calls: Recorder of the collectives and messages of this rank.
+        first_bytes: Memory of this process on its device before it built anything.
+    """
+
+    config: ResolvedConfig
+    groups: ProcessGroups
+    data: TrainingData
+    schedule: Schedule
+    chunks: list[Stage]
+    optimizer: DistributedOptimizer
+    step: TrainStep
+    eager: EagerStep
+    graphs: StepGraphs | None
+    device: torch.device
+    routing: RoutingTape
+    num_params: int
+    calls: CallRing | None = None
+    first_bytes: float = 0.0
+    # Sources of training microbatches by sample offset, of which a run has one.
+    prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
+
+    def train_step(
+        self,
+        step: int,
+        *,
+        sample_offset: int = 0,
+        recorder: ActionRecorder | None = None,
+        search: NonFiniteSearch | None = None,
+    ) -> StepMetrics:
+        """Run optimizer step number ``step`` (from 0) on the samples selected by `microbatch`.
+
+        See :meth:`TrainStep.train`.
+        """
+        lr = self.learning_rate(step)
+        self.routing.start_step(step)
+        if sample_offset not in self.prefetched:
+            self.prefetched[sample_offset] = Prefetch(
+                self._host_batches(self.data.train, sample_offset),
+                num_microbatches=self.eager.num_microbatches,
+                end=self.config.train.steps,
+            )
+        batches = self._on_device(self.prefetched[sample_offset])
+        metrics = self.step.train(step, batches, lr=lr, recorder=recorder, search=search)
+        self.routing.finish_step(step)
+        return metrics
+
+    def pieces(self) -> list[ParamPiece]:
+        """List all checkpointed state of this rank, as views to save from or load into."""
+        buffers = [
+            ParamPiece(info=info, start=0, end=value.numel(), tensors={"main_param": value})
+            for chunk in self.chunks
+            for info, value in chunk.buffer_infos()
+        ]
+        return self.optimizer.pieces() + buffers
+
+    def learning_rate(self, step: int) -> float:
+        """Compute the learning rate of step ``step``."""
+        options = self.config.optimizer.rate_options()
+        return learning_rate(step, options=options, steps=self.config.train.steps)
+
+    def evaluate(
+        self, *, whole: bool = False, on_batch: Callable[[], None] | None = None
+    ) -> dict[str, Evaluation]:
+        """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches.
+
+        With ``whole``, every sample of a set counts once; use ``train.loss_normalization`` "token".
+        ``on_batch`` is called after each global batch.
+        """
+        if not self.data.validation:
+            raise DataError("there is no validation data; set train.eval_interval = 0")
+        batch, counts = self.config.train.global_batch_size, self.validation_samples(whole=whole)
+        return {
+            name: self.step.evaluate(
+                self._batches(OneEpoch(samples) if whole else samples),
+                num_steps=-(-counts[name] // batch),
+                on_batch=on_batch,
+            )
+            for name, samples in self.data.validation.items()
+        }
+
+    def validation_samples(self, *, whole: bool = False) -> dict[str, int]:
+        """Return the samples that :meth:`evaluate` reads, by validation set."""
+        train = self.config.train
+        return {
+            name: OneEpoch(samples).num_samples
+            if whole
+            else train.eval_steps * train.global_batch_size
+            for name, samples in self.data.validation.items()
+        }
+
+    def mean_validation_loss(self, found: Mapping[str, Evaluation]) -> float:
+        """Average the losses of the validation sets with labels by their weights; NaN without."""
+        weights = self.data.validation_weights
+        losses = {name: each.loss for name, each in found.items() if each.num_labels > 0}
+        total = sum(weights[name] for name in losses)
+        if total == 0.0:
+            return math.nan
+        return sum(weights[name] * loss for name, loss in losses.items()) / total
+
+    def layout_text(self) -> str:
+        """Format the layout, e.g. ``"tp 2 x pp 2, 4 processes on cpu"``."""
+        topology = self.groups.topology
+        axes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
+        product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        if self.config.moe.num_experts > 0:
+            axes = {"etp": topology.etp, "ep": topology.ep, "edp": topology.expert_dp}
+            experts = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            product += f", experts {experts}" if experts else ""
+        count = topology.world_size
+        where = f"{count} {'process' if count == 1 else 'processes'} on {self.device.type}"
+        return f"{product}, {where}" if product else where
+
+    def model_text(self) -> str:
+        """Format a summary of the model."""
+        model = self.config.model
+        if model.factory is not None:
+            return (
+                f"{model.factory}, {model.num_layers} layers, hidden {model.hidden_size}, "
+                f"sequence {model.seq_length}, {self.config.train.dtype}"
+            )
+        return (
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+            f"sequence {model.seq_length}, {self.config.train.dtype}"
+        )
+
+    def data_text(self) -> str:
+        """Format a summary of the data."""
+        return f"{', '.join(self.data.sources)}, {self.data.tokenizer.name} tokens"
+
+    def schedule_text(self) -> str:
+        """Format a summary of the schedule."""
+        pipeline = self.config.pipeline
+        chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        if pipeline.copies > 1:
+            chunks = f", {pipeline.copies} copies of the model"
+        number, size = self.schedule.num_microbatches, self.config.train.microbatch_size
+        return (
+            f"{self.schedule.name}{chunks}, {number} microbatch{'' if number == 1 else 'es'} of "
+            f"{size} sequence{'' if size == 1 else 's'} per step"
+        )
+
+    def _batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:
+        return self._on_device(self._host_batches(dataset, sample_offset))
+
+    def _on_device(self, source: BatchSource) -> BatchSource:
+        return lambda step, number: source(step, number).to(self.device)
+
+    def _host_batches(self, dataset: Samples, sample_offset: int = 0) -> BatchSource:
+        train, dp = self.config.train, self.groups.dp
+        with_tokens = self._reads_tokens
+
+        def batches(step: int, number: int) -> Microbatch:
+            batch = microbatch(
+                dataset,
+                step=step,
+                microbatch=number,
+                dp_position=dp.position,
+                dp_size=dp.size,
+                microbatch_size=train.microbatch_size,
+                global_batch_size=train.global_batch_size,
+                sample_offset=sample_offset,
+                document_mask=self.config.data.document_mask,
+                with_tokens=with_tokens,
+            )
+            return batch.pinned() if self.device.type == "cuda" else batch
+
+        return batches
+
+    @property
+    def _reads_tokens(self) -> bool:
+        """Return whether this rank needs tokens or labels; inner dense layers do not."""
+        if any(
+            not isinstance(chunk, GPTChunk) or chunk.embedding or chunk.head or chunk.predictions
+            for chunk in self.chunks
+        ):
+            return True
+        counts_by_token = self.eager.per_token and self.config.moe.num_experts > 0
+        return counts_by_token or self.config.data.document_mask or self.graphs is not None
+
+
+def build_trainer(
+    config: ResolvedConfig, *, world_size: int, device: torch.device, calls: CallRing | None = None
+) -> Trainer:
+    """Build all components of this rank; collective.
+
+    Args:
+        config: Resolved configuration.
+        world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
+        device: Device of this rank.
+        calls: Records the collectives and messages of this rank.
+
+    Raises:
+        ConfigError: If the layout is invalid for the model or the number of ranks.
+        DataError: If the data is missing or too small.
+    """
+    first_bytes = memory_bytes(device)[0]
+    groups = _make_groups(config, world_size, calls)
+    data = load_run_data(config)
+    chunks = build_chunks(config, groups, device=device)
+    num_params = _count_params(config, chunks, groups)
+    order = in_model_order(config, groups, chunks)
+    params = [param for number in order for param in chunks[number].param_infos()]
+    instances = HybridShardGroups.split(
+        groups,
+        config.optimizer.sharded_instances,
+        timeout_s=config.run.timeout_s,
+        host_memory=config.debug.host_memory,
+    )
+    buffers = make_buffers(
+        params,
+        groups=groups,
+        options=config.optimizer.buffer_options(config.debug),
+        instances=instances,
+    )
+    per_token = (config.train.loss_normalization or data.default_normalization) == "token"
+    clock = PhaseClock(device)
+    optimizer = DistributedOptimizer(
+        buffers,
+        groups=groups,
+        options=_optimizer_options(config, per_token=per_token),
+        modules=chunks,
+        clock=clock,
+    )
+    schedule = train_schedule(config, world_size)
+    program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)
+    predictions = MTPLossMeter(
+        chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
+    )
+    eager = EagerStep(
+        chunks,
+        optimizer,
+        groups,
+        executor,
+        program=program,
+        num_microbatches=config.num_microbatches(world_size),
+        experts=_watch_experts(config, chunks, groups, device=device),
+        predictions=predictions,
+        clock=clock,
+        per_token=per_token,
+        num_votes=NUM_VOTES,
+        limits_loss=config.train.on_spike == "skip",
+    )
+    graphs = None
+    if config.graphs.mode != "off":
+        hidden = activation_spec(config, device)
+        graphs = StepGraphs(config, eager, program=program, hidden=hidden)
+    return Trainer(
+        config=config,
+        groups=groups,
+        data=data,
+        schedule=schedule,
+        chunks=chunks,
+        optimizer=optimizer,
+        step=TrainStep(eager, runner=graphs),
+        eager=eager,
+        graphs=graphs,
+        device=device,
+        routing=_attach_tape(config, chunks, rank=groups.rank),
+        num_params=num_params,
+        calls=calls,
+        first_bytes=first_bytes,
+    )
+
+
+def _optimizer_options(config: ResolvedConfig, *, per_token: bool) -> OptimizerOptions:
+    """Return the options of the optimizer.
+
+    With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
+    scale of the mean would overflow in the first steps.
+    """
+    options = config.optimizer.options(config.debug)
+    if not per_token:
+        return options
+    tokens = config.train.global_batch_size * config.model.seq_length
+    return replace(
+        options, loss_scale=max(1.0, options.loss_scale / 2.0 ** math.ceil(math.log2(tokens)))
+    )
+
+
+def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:
+    """Count the parameters of the whole model; those of one's own, on all stages. Collective.
+
+    Raises:
+        ConfigError: On every rank, if stages of one's own disagree on names or shared parameters.
+    """
+    if config.model.factory is None:
+        count = count_parameters(config.model, config.moe)
+        return count.total - count.padding
+    shown = f'model.factory = "{config.model.factory}"'
+    mine = [info for chunk in chunks for info, _ in chunk.param_infos()]
+    by_rank = all_gather_objects(mine, groups.pp)
+    shared = [[info for info in infos if info.shared is not None] for infos in by_rank]
+    holders = {rank for rank, infos in enumerate(shared) if infos}
+    expected = set(embedding_ranks(config)) if config.pipeline.copies == 1 else holders
+    if max(map(len, shared)) > 1 or (holders and holders != expected):
+        raise ConfigError(
+            f"{shown}: a tied embedding must be one shared parameter on the first and one on the "
+            "last stage; use Embedding(context, is_shared=not context.is_last) and Head(context, "
+            "tied_weight=...) with the embedding of this rank or context.tied_weight"
+        )
+    counts: dict[str, int] = {}
+    # With two copies of the model, the second half of the ranks has the second copy.
+    for infos in by_rank[: groups.pp.size // config.pipeline.copies]:
+        for info in infos:
+            if info.name in counts and not info.is_shared_copy:
+                raise ConfigError(
+                    f"{shown}: two parameters are called {info.name}; name them by the global "
+                    "number of their layer"
+                )
+            counts[info.name] = math.prod(info.full_shape)
+    return sum(counts.values())
+
+
+def _make_executor(
+    config: ResolvedConfig,
+    schedule: Schedule,
+    groups: ProcessGroups,
+    chunks: Sequence[Stage],
+    clock: PhaseClock,
+    *,
+    device: torch.device,
+) -> tuple[Program, PipelineExecutor]:
+    """Make this rank's program and its executor. Collective."""
+    activation = activation_specs(config, device)
+    receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
+    program = schedule.program(
+        groups.pp.position, receives=receives, recompute=train_recompute(config)
+    )
+    executor = PipelineExecutor(
+        program,
+        chunks,
+        group=groups.pp,
+        activation=activation,
+        check_messages=config.debug.check_messages,
+        overlap_pairs=bool(config.pipeline.overlap_moe),
+        schedule=schedule,
+        clock=clock,
+    )
+    return program, executor
+
+
+def _watch_experts(
+    config: ResolvedConfig, chunks: list[Stage], groups: ProcessGroups, *, device: torch.device
+) -> ExpertLoadMeter:
+    return ExpertLoadMeter(
+        chunks,
+        moe=config.moe,
+        num_layers=config.model.mtp_layers.stop,
+        groups=groups,
+        num_microbatches=config.num_microbatches(groups.topology.world_size),
+        device=device,
+    )
+
+
+def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None) -> ProcessGroups:
+    if world_size == 1:
+        return ProcessGroups.single()
+    return ProcessGroups.create(
+        make_topology(config, world_size),
+        timeout_s=config.run.timeout_s,
+        host_memory=config.debug.host_memory,
+        pp_ends=embedding_ranks(config),
+        pp_copies=config.pipeline.copies,
+        calls=calls,
+    )
+
+
+def _attach_tape(config: ResolvedConfig, chunks: Sequence[Stage], *, rank: int) -> RoutingTape:
+    """Create the routing recorder and replay of the configuration, and attach them to all routers.
+
+    Args:
+        config: Resolved configuration.
+        chunks: Model chunks of this rank.
+        rank: Global rank of this process.
+    """
+    debug = config.debug
+    tape = RoutingTape(
+        recorder=None
+        if debug.record_routing is None
+        else RoutingRecorder(Path(debug.record_routing), recorded_settings(config), rank=rank),
+        replay=None if debug.replay_routing is None else RoutingReplay(Path(debug.replay_routing)),
+    )
+    if tape != RoutingTape():
+        for chunk in chunks:
+            for layer in chunk.moe_layers().values():
+                layer.router.tape = tape
+    return tape
