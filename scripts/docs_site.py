@@ -22,15 +22,16 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 # Packages with names for users, in the order of docs/architecture.md.
 PACKAGES = (
-    "api", "parallel", "pipeline", "buffers", "optim", "moe", "ops", "graphs", "data", "checkpoint",
-    "config", "view", "report",
+    "megacore.parallel", "megacore.pipeline", "megacore.buffers", "megacore.optim", "megacore.moe",
+    "megacore.ops", "megacore.graphs", "megatrain.api", "megatrain.data", "megatrain.checkpoint",
+    "megatrain.config", "megatrain.view", "megatrain.report",
 )  # fmt: skip
 _LANGUAGES = {".py": "python", ".toml": "toml", ".h": "cpp", ".yaml": "yaml", ".sbatch": "bash"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the pages of the Python API in the navigation."""
-    pages = [{f"megacore.{name}": f"api/{name}.md"} for name in PACKAGES]
+    pages = [{name: f"api/{name}.md"} for name in PACKAGES]
     for section in config.nav or []:
         for item in section.get("Reference", []) if isinstance(section, dict) else []:
             if isinstance(item, dict) and "Python API" in item:
@@ -150,11 +151,11 @@ def api_page(name: str) -> str:
     """Return the reference of a package's public names."""
     import importlib
 
-    module = importlib.import_module(f"megacore.{name}")
+    module = importlib.import_module(name)
     names = [each for each in module.__all__ if getattr(getattr(module, each), "__doc__", None)]
     summary = (module.__doc__ or "").strip()
-    entries = "\n".join(f"::: megacore.{name}.{each}\n" for each in names)
-    return f"# megacore.{name}\n\n{summary}\n\n{entries}"
+    entries = "\n".join(f"::: {name}.{each}\n" for each in names)
+    return f"# {name}\n\n{summary}\n\n{entries}"
 
 
 # ---- check of a finished site --------------------------------------------------------------------

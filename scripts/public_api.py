@@ -1,4 +1,4 @@
-"""Print all public names of megacore with their signatures.
+"""Print all public names of megacore and megatrain with their signatures.
 
 The list is ``tests/golden/public_api.txt``; a change of it is a change for users:
 
@@ -15,14 +15,17 @@ import re
 from collections.abc import Iterator
 
 import megacore
+import megatrain
 
 
 def public_api() -> Iterator[str]:
     """Yield one line per public name of every package, in a fixed order."""
-    for package in sorted(megacore.__all__):
-        if package == "cli" or package.startswith("__"):
+    names = [f"megacore.{name}" for name in megacore.__all__]
+    names += [f"megatrain.{name}" for name in megatrain.__all__]
+    for package in sorted(names):
+        if package == "megatrain.cli" or package.endswith("__"):
             continue
-        module = importlib.import_module(f"megacore.{package}")
+        module = importlib.import_module(package)
         names = getattr(module, "__all__", None)
         if names is None:  # what is defined there
             names = [
@@ -30,7 +33,7 @@ def public_api() -> Iterator[str]:
                 for name, value in vars(module).items()
                 if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
             ]
-        yield f"megacore.{package}"
+        yield package
         for name in sorted(names):
             yield from _lines(name, getattr(module, name))
         yield ""
@@ -78,7 +81,9 @@ def _signature(value: object) -> str:
         return "(...)"
     # Defaults that are objects show their address, and types their version of Python or torch.
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    return re.sub(r"(typing|collections\.abc|torch|megacore)\.(\w+\.)*", "", text).replace("'", "")
+    return re.sub(
+        r"(typing|collections\.abc|torch|megacore|megatrain)\.(\w+\.)*", "", text
+    ).replace("'", "")
 
 
 if __name__ == "__main__":

@@ -1,57 +1,34 @@
 """megacore: a distributed training runtime, a C++/CUDA core under a thin PyTorch package.
 
-Importing it loads nothing heavy: its packages load on first use, as in ``megacore.parallel``.
+It needs torch and numpy alone. Importing it loads nothing heavy: its packages load on first use, as
+in ``megacore.parallel``.
 
-Layout and schedules, pure functions without processes:
     parallel     ranks and groups (Topology, ProcessGroups), collectives
     pipeline     schedules, their simulation and their executor
-    plan         layers, memory and time of a run before it starts
-    view         pictures and traces of schedules and layouts
-
-Parts of a training loop:
     buffers      parameter and gradient buffers, reduction and gathering
     optim        AdamW sharded over ranks, gradient norm, learning rate
     moe          routers, dispatchers, experts, clones of hot experts (moe.echo)
-    models       GPT with all parallel layers, generation, Hugging Face import and export
     graphs       CUDA graphs of modules and steps
     ops          kernels as functions on tensors
-    data         text, tokenizers, samples, blends
-    checkpoint   saving and loading in any layout
-
-The command and its parts:
-    config       typed settings (docs/configuration.md)
-    train        trainer, step, loop, metrics
-    api          names for a model, data and callbacks of your own (docs/own-model.md)
-    report       report.html of a run, comparison of runs
-    launch       starting and watching ranks
-    echo_study   planners of clones side by side
-    cli          the megacore command
+    calls        recorder of the collectives and messages of a rank
     errors       all error classes
+
+The trainer that is built on it (settings, GPT, data, checkpoints, planning, the ``megacore``
+command) is the package ``megatrain``.
 """
 
 import importlib as _importlib
 
 _PACKAGES = (
-    "api",
     "buffers",
-    "checkpoint",
-    "cli",
-    "config",
-    "data",
-    "echo_study",
+    "calls",
     "errors",
     "graphs",
-    "launch",
-    "models",
     "moe",
     "ops",
     "optim",
     "parallel",
     "pipeline",
-    "plan",
-    "report",
-    "train",
-    "view",
 )
 
 __all__ = ["__version__", *_PACKAGES]

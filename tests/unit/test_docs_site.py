@@ -52,7 +52,7 @@ def test_styles_load_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_every_command_and_public_name_has_an_entry() -> None:
     page = SITE["commands_page"]()
     assert all(f"\n## {name}\n" in page for name in COMMANDS)
-    assert "::: megacore.pipeline.build_schedule\n" in SITE["api_page"]("pipeline")
+    assert "::: megacore.pipeline.build_schedule\n" in SITE["api_page"]("megacore.pipeline")
 
 
 def test_links_out_of_the_documents_lead_to_pages_of_the_files() -> None:

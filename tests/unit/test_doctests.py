@@ -11,15 +11,16 @@ from types import ModuleType
 import pytest
 
 import megacore
+import megatrain
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def module_names() -> list[str]:
-    found = pkgutil.walk_packages(megacore.__path__, prefix="megacore.")
     return [
         module.name
-        for module in found
+        for package in (megacore, megatrain)
+        for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}.")
         if not module.name.split(".")[-1].startswith("_")  # native modules and __main__
     ]
 

@@ -52,7 +52,7 @@ build_trainer(config, world_size=1, device=torch.device("cpu")).train_step(0)
 
 
 def test_submodules_load_on_first_use(bare: set[str]) -> None:
-    added = modules_after("import megacore; megatrain.config.Config") - bare
+    added = modules_after("import megatrain; megatrain.config.Config") - bare
     assert {"megatrain.config", "pydantic"} <= added
     assert "torch" not in added
 

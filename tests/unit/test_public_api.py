@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
 import megacore
+import megatrain
 from megacore.buffers import make_buffers
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import TopKRouter
@@ -50,22 +52,24 @@ def test_the_public_names_and_signatures_are_those_of_the_list() -> None:
     )
 
 
-def test_every_package_is_reachable_and_on_the_map() -> None:
-    root = Path(megacore.__file__).parent
-    packages = {path.parent.name for path in root.glob("*/__init__.py")}
-    assert packages | {"api", "errors"} == set(megacore.__all__) - {"__version__"}
-    for name in packages:
-        assert getattr(megacore, name).__name__ == f"megacore.{name}"
-        assert f"\n    {name} " in (megacore.__doc__ or "")
-    assert {name for name in dir(megacore) if not name.startswith("_")} == packages | {
-        "api",
-        "errors",
-    }
+@pytest.mark.parametrize(
+    ("package", "modules"),
+    [(megacore, {"errors"}), (megatrain, {"api"})],
+    ids=["engine", "trainer"],
+)
+def test_every_package_is_reachable_and_on_the_map(package: ModuleType, modules: set[str]) -> None:
+    root = Path(package.__file__ or "").parent
+    rooms = {path.parent.name for path in root.glob("*/__init__.py")}
+    assert rooms | modules == set(package.__all__) - {"__version__"}
+    for name in rooms:
+        assert getattr(package, name).__name__ == f"{package.__name__}.{name}"
+        assert f"\n    {name} " in (package.__doc__ or "")
+    assert {name for name in dir(package) if not name.startswith("_")} == rooms | modules
 
 
-@pytest.mark.parametrize("package", ["models", "plan", "train"])
+@pytest.mark.parametrize("package", ["generation", "models", "plan", "train"])
 def test_names_that_load_late_exist(package: str) -> None:
-    module = getattr(megacore, package)
+    module = getattr(megatrain, package)
     assert module.__all__
     for name in module.__all__:
         assert getattr(module, name) is not None

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 def texts_of_code() -> list[str]:
     """Return string constants; what an f-string inserts is an ellipsis."""
     found = []
-    for path in sorted((ROOT / "python" / "megacore").rglob("*.py")):
+    for path in sorted((ROOT / "python").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [

@@ -1,4 +1,4 @@
-"""The GPT: tensor-parallel layers, model chunks of pipeline stages, generation."""
+"""The GPT: tensor-parallel layers, model chunks of pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from typing import TYPE_CHECKING
 from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatrain.generation.decoding import Sampling, stream
     from megatrain.models.build import build_chunks
     from megatrain.models.gpt import GPTChunk
     from megatrain.models.size import count_parameters
 
 __all__ = [
     "GPTChunk",
-    "Sampling",
     "build_chunks",
     "count_parameters",
-    "stream",
 ]
 
 # Module of each name: plans and the command line need parts without torch.
 _HOMES = {
     "GPTChunk": "gpt",
-    "Sampling": "generate",
     "build_chunks": "build",
     "count_parameters": "size",
-    "stream": "generate",
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -33,7 +33,7 @@ _HOMES = {
     "RunSpec": "spec",
     "load_device": "device",
     "plan_run": "run_plan",
-    "predicted_tensors": "learn",
+    "predicted_tensors": "compare_run",
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megacore
 import megatrain.cli
 from megacore import __version__
 from megatrain.cli import COMMANDS, doctor, generate, main

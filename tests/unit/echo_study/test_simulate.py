@@ -27,13 +27,14 @@ COUNTS = np.array([[30, 10], [50, 10]])
 @pytest.mark.parametrize(
     "module",
     [
-        "moe.echo.plan",
-        *("echo_study.baselines", "echo_study.workloads"),
-        "echo_study.simulate",
+        "megacore.moe.echo.plan",
+        "megatrain.echo_study.baselines",
+        "megatrain.echo_study.workloads",
+        "megatrain.echo_study.simulate",
     ],
 )
 def test_examples_in_docstrings_are_right(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"megacore.{module}")).failed == 0
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
 
 
 def test_examples_in_the_documentation_are_right() -> None:
