@@ -55,7 +55,7 @@ class ParamGradBuffer:
     updates this rank's slices of ``param_data``, :meth:`all_gather_params`.
 
     In a group that shares the memory of one host, both buffers are in memory that its ranks can
-    read (see ``parallel/host_window.py``), so no collective needs additional memory.
+    read (see ``parallel/host/window.py``), so no collective needs additional memory.
 
     Args:
         params: Description and parameter, in forward (registration) order; one dtype, one device,
