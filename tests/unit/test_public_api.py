@@ -177,7 +177,7 @@ def test_values_have_readable_texts() -> None:
         (lambda: Config(model={"x": 1}), "ModelConfig has no setting x; it has factory"),
         (
             lambda: Config(moe={"echo": {"domain": 2}}),
-            "EchoConfig has no setting domain; moe.echo.domain is now moe.echo.domain_size",
+            "EchoConfig has no setting domain; did you mean domain_size?",
         ),
         (lambda: MoEConfig(layer_pattern="d(e"), r'layer_pattern = .* as in "de" or "dd\(e\)"'),
         (lambda: CheckpointConfig(interval=2.5), "must be a number of steps, or a time span such"),

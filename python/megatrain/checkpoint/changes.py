@@ -15,7 +15,6 @@ from megatrain.checkpoint.format import read_index
 from megatrain.checkpoint.model_files import with_tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
 from megatrain.config import OptimizerConfig, ResolvedConfig
-from megatrain.config.renamed import translate_deprecated
 
 # The settings of a section that affect results.
 _COMPARED: Mapping[str, frozenset[str]] = {
@@ -77,7 +76,6 @@ def _values(found: Path, config: ResolvedConfig) -> tuple[dict[str, Any], dict[s
     index = read_index(found)
     ours = json.loads(config.model_dump_json())
     theirs = copy.deepcopy(dict(index.config))
-    translate_deprecated(theirs, {})
     if _has_tokenizer_of(found, config):
         theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
     return theirs, ours, index.state.step

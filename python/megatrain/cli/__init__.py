@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from megacore.errors import ConfigError, MegacoreError, PeerLostError, printable
 from megacore.suggest import did_you_mean
 from megatrain.config import setting_homes, split_overrides
+from megatrain.config.other_names import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,10 @@ def _describe_unknown(
     first = unknown[0].partition("=")[0]
     if not first.startswith("-"):
         return f"unexpected argument {first!r}; see {parser.prog} --help"
-    homes = setting_homes(first.lstrip("-").replace("-", "_")) if command.takes_settings else []
+    name = first.lstrip("-").replace("-", "_")
+    if command.takes_settings and name in ELSEWHERE:
+        return f"unknown option {first}; did you mean --{ELSEWHERE[name]}?"
+    homes = setting_homes(name) if command.takes_settings else []
     if homes:
         return f"unknown option {first}; did you mean --{' or --'.join(homes)}?"
     suggestion = did_you_mean(first, list(parser._option_string_actions))

@@ -24,7 +24,7 @@ from megatrain.config.moe import EchoConfig, MoEConfig
 from megatrain.config.optimizer import OptimizerConfig
 from megatrain.config.parallel import ParallelConfig
 from megatrain.config.pipeline import PipelineConfig
-from megatrain.config.resolve import check_rules, resolve
+from megatrain.config.resolve import resolve
 from megatrain.config.resolved import (
     ResolvedConfig,
     ResolvedModelConfig,
@@ -56,7 +56,6 @@ __all__ = [
     "RunConfig",
     "SourceConfig",
     "TrainSectionConfig",
-    "check_rules",
     "config_from_values",
     "config_to_toml",
     "duration_s",

@@ -21,7 +21,6 @@ from pydantic.fields import FieldInfo
 
 from megacore.errors import ConfigError
 from megacore.suggest import closest_matches
-from megatrain.config.renamed import DEPRECATED, REMOVED
 
 MAX_SIZE = 1 << 31
 MAX_TIMEOUT_S = 7 * 86400.0
@@ -80,10 +79,6 @@ def _unknown_setting(place: Sequence[Any], section: type[Section]) -> str:
     home = section
     for inner in path:
         home = home.inner_sections().get(inner, home)
-    for key, now in (*REMOVED.items(), *((old, new.to) for old, new in DEPRECATED.items())):
-        where, old = key.split(".")[-2:]
-        if name == old and where.replace("_", "") in home.__name__.lower():
-            return f"{home.__name__} has no setting {name}; {key} is now {now}"
     known = list(home.by_key()) + list(home.inner_sections())
     close = closest_matches(name, known, count=1)
     hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"

@@ -19,17 +19,9 @@ from megacore.errors import ConfigError
 from megacore.suggest import closest_matches, did_you_mean
 from megatrain.config.base import Section, split_key
 from megatrain.config.data import SourceConfig
-from megatrain.config.renamed import (
-    DEPRECATED,
-    ELSEWHERE,
-    REMOVED,
-    VALUES,
-    has_key,
-    table_of,
-    translate_deprecated,
-)
+from megatrain.config.other_names import ELSEWHERE, VALUES
 from megatrain.config.sections import Config, section_classes
-from megatrain.config.toml_file import read_toml, toml_value
+from megatrain.config.toml_file import read_toml, table_of, toml_value
 from megatrain.config.user_objects import with_folder
 
 Overrides = Sequence[tuple[str, str]]
@@ -64,11 +56,10 @@ def load_config(
     if path is not None:
         data = _replaced(data, FOLDER_OF_FILE, str(Path(path).parent))
     file = None if path is None else str(path)
-    config, moved = _configure(data, where, overrides, file=file, flags=flags or {})
+    config = _configure(data, where, overrides, file=file, flags=flags or {})
     if path is not None:
         config = _with_folders(config, Path(path).parent)
-    notes = [f"old names of settings, which work until 0.4.0: {'; '.join(moved)}"] if moved else []
-    return config.with_origins(where, notes)
+    return config.with_origins(where)
 
 
 def with_folder_of_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -106,13 +97,7 @@ def config_from_values(
         3
     """
     data, where = copy.deepcopy(dict(values)), dict[str, str]()
-    if old := [key for key in REMOVED if has_key(data, key)]:
-        raise ConfigError(
-            f"{source} was written by another version of megacore: {len(old)} of its settings, "
-            f"such as {old[0]}, have moved since; use the version that wrote it"
-        )
-    config, _ = _configure(data, where, overrides, file=source)
-    return config.with_origins(where)
+    return _configure(data, where, overrides, file=source).with_origins(where)
 
 
 def _configure(
@@ -122,8 +107,8 @@ def _configure(
     *,
     file: str | None,
     flags: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Config, list[str]]:
-    """Apply overrides, translate deprecated settings, both in place, and check all values.
+) -> Config:
+    """Apply overrides in place, and check all values.
 
     Args:
         data: Values by section and key.
@@ -131,9 +116,6 @@ def _configure(
         overrides: As in `load_config`.
         file: Place of values without a line.
         flags: As in `load_config`.
-
-    Returns:
-        The configuration, and each deprecated setting with its new key.
 
     Raises:
         ConfigError: One error for all mistakes.
@@ -143,8 +125,6 @@ def _configure(
     ]
     where |= flags
     places = _Places(where=where, file=file)
-    problems += _check_deprecated(data, places)
-    moved = translate_deprecated(data, where)
     found = [problem for problem in problems if problem is not None]
     try:
         config = Config.model_validate(data, strict=True)
@@ -152,24 +132,7 @@ def _configure(
         found += [_describe(details, places) for details in error.errors()]
     if found:
         raise ConfigError(join_problems(found))
-    return config, moved
-
-
-def _check_deprecated(data: dict[str, Any], places: _Places) -> list[str]:
-    """Check deprecated settings that are part of others; remove wrong ones from ``data``."""
-    problems = []
-    for key, entry in DEPRECATED.items():
-        if entry.kind is None or not has_key(data, key):
-            continue
-        section, name = split_key(key)
-        value = table_of(data, section)[name]
-        try:
-            TypeAdapter[Any](entry.kind).validate_python(value, strict=True)
-        except ValidationError as error:
-            rule = _rule(error.errors()[0]).partition(";")[0].replace("expected", "must be")
-            problems.append(f"{places.prefix(key)}{key} {rule}, got {toml_value(value)}")
-            del table_of(data, section)[name]
-    return problems
+    return config
 
 
 def _with_folders(config: Config, folder: Path) -> Config:
@@ -313,11 +276,6 @@ def _toml_or_text(text: str) -> Any:
 
 
 def _annotation(key: str) -> Any:
-    if old := DEPRECATED.get(key):
-        if old.kind is not None:  # the bound of a number is checked later, with its own message
-            is_bound = typing.get_origin(old.kind) is typing.Annotated
-            return typing.get_args(old.kind)[0] if is_bound else old.kind
-        key = old.to
     section, name = split_key(key)
     fields = section_classes().get(section, Section).by_key()
     return fields[name].annotation if name in fields else None
@@ -438,8 +396,6 @@ def _unknown_key(section: str, name: str) -> str:
     """Return the message for an unknown section or key."""
     classes = section_classes()
     key = f"{section}.{name}"
-    if key in REMOVED:
-        return f"unknown key {key}; it is now {REMOVED[key]}"
     if name in ELSEWHERE:
         return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
     if section not in classes:

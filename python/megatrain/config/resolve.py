@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -83,16 +82,6 @@ def resolve(
         backend=backend or default_backend(cuda),
     )
     return done.with_notes((*unused_notes(config, done), *surprise_notes(done)))
-
-
-def check_rules(config: Config, world_size: int, *, launcher: str) -> None:
-    """Check the rules, as `resolve` does before it loads a tokenizer; deprecated."""
-    warnings.warn(
-        "check_rules leaves in 0.4.0: resolve, with a function for vocab_size, checks rules first",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    resolve(config, world_size, vocab_size=1, cuda=False, launcher=launcher)
 
 
 def _accepts(

@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from megacore.errors import ConfigError
 from megacore.suggest import closest_matches
 from megatrain.config.base import split_key
-from megatrain.config.renamed import table_of
 from megatrain.config.sections import Config, section_classes
 
 
@@ -159,3 +158,13 @@ def toml_value(value: Any) -> str:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:
         return repr(value)
+
+
+def table_of(data: dict[str, Any], section: str) -> Any:
+    """Return the table of a section in ``data``; create missing tables."""
+    table: Any = data
+    for name in section.split("."):
+        if not isinstance(table, dict):
+            return table
+        table = table.setdefault(name, {})
+    return table

@@ -95,6 +95,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "the following arguments are required: CONFIG; see megacore train --help"),
         (["train", "nowhere.toml"], "no such file: nowhere.toml"),
         (["train", "x.toml", "--lr", "3"], "unknown option --lr; did you mean --optimizer.lr?"),
+        (
+            ["train", "x.toml", "--tensor_model_parallel_size=2"],
+            "unknown option --tensor-model-parallel-size; did you mean --parallel.tp?",
+        ),
         (["train", "x.toml", "--nprox=3"], "unknown option --nprox; did you mean --nproc?"),
         (["train", "x.toml", "y.toml"], "unexpected argument 'y.toml'"),
         (["train", "x.toml", "--train.steps"], "--train.steps needs a value"),

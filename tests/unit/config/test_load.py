@@ -1,28 +1,22 @@
 from __future__ import annotations
 
-import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
-import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.errors import ConfigError
 from megatrain.config import (
     Config,
-    OptimizerConfig,
-    RunConfig,
-    config_from_values,
     config_to_toml,
     load_config,
     resolve,
     split_overrides,
 )
+from megatrain.config.other_names import ELSEWHERE
 from megatrain.config.pipeline import SCHEDULES
-from megatrain.config.renamed import DEPRECATED, ELSEWHERE, REMOVED
 from megatrain.config.sections import section_classes
 from megatrain.config.toml_file import key_lines
 
@@ -356,148 +350,6 @@ def test_every_field_has_a_description() -> None:
             assert info.description.endswith("."), f"{name}.{key}"
 
 
-def test_a_setting_of_an_earlier_version_names_its_place_now(tmp_path: Path) -> None:
-    text = message_of(write(tmp_path, "[run]\ntrace_step = 3\n"))
-    assert text.endswith("demo.toml:2: unknown key run.trace_step; it is now debug.trace_step")
-    with pytest.raises(ConfigError, match=r"--run.trace_step=3: unknown key .* debug.trace_step"):
-        load_config(None, [("run.trace_step", "3")])
-    with pytest.raises(ConfigError, match=r"no setting trace_step; run.trace_step is now debug"):
-        RunConfig(trace_step=3)  # type: ignore[call-arg]
-
-
-def test_a_setting_of_the_version_before_works_in_files_under_its_old_name(tmp_path: Path) -> None:
-    path = write(tmp_path, "[graphs]\nwarmup_steps = 5\n[optimizer]\nloss_scale = 8.0\n")
-    config = load_config(path, [("debug.loss_scale", "4")])
-    assert config.debug.graph_warmup_steps == 5
-    assert config.origin("debug.graph_warmup_steps") == f"{path}:2"
-    assert config.debug.loss_scale == 4.0  # the name of today wins
-    assert config.notes == (
-        f"old names of settings, which work until 0.4.0: {path}:2: graphs.warmup_steps is now "
-        f"debug.graph_warmup_steps; {path}:4: optimizer.loss_scale is now debug.loss_scale",
-    )
-    copy = pickle.loads(pickle.dumps(resolve(config, 1, vocab_size=256, cuda=False)))
-    assert copy.notes[:1] == config.notes
-    assert load_config(None).notes == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "new"),
-    [
-        ("--run.name=x", "run.dir=runs/x"),
-        ("--run.dir=/y --run.name=x", "run.dir=/y"),
-        ("--run.backend=gloo", "debug.backend=gloo"),
-        ("--optimizer.loss_scale=8", "debug.loss_scale=8"),
-        (
-            "--optimizer.overlap_grad_reduce --optimizer.overlap_param_gather",
-            "optimizer.overlap=all",
-        ),
-        ("--optimizer.distributed no", "optimizer.num_instances=all"),
-        ("--pipeline.overlap_moe --pipeline.split_weight_grads=1", "pipeline.overlap_moe=split"),
-        ("--graphs.mode=partial --graphs.scopes=attn", "graphs.mode=attn"),
-        ("--moe.expert_bias --moe.expert_bias_rate=0.5", "moe.expert_bias=0.5"),
-    ],
-)
-def test_an_old_name_works_on_the_command_line(arguments: str, new: str) -> None:
-    config = load_config(None, split_overrides(arguments.split())[0])
-    assert repr(config) == repr(load_config(None, split_overrides([f"--{new}"])[0]))
-    old = arguments.split()[-1 if "=" in arguments.split()[-1] else 0]
-    assert f"{old.split('=')[0].strip('-')} is now {new.split('=')[0]}" in config.notes[0]
-
-
-@pytest.mark.parametrize("old", ["optimizer.overlap_grad_reduce", "moe.overlap_shared"])
-def test_an_old_switch_takes_no_argument_that_is_not_its_own(old: str) -> None:
-    assert split_overrides([f"--{old}", "run.toml"]) == ([(old, "true")], ["run.toml"])
-    assert split_overrides([f"--{old}", "no"]) == ([(old, "no")], [])
-    with pytest.raises(
-        ConfigError, match=f'--{old}=maybe: {old} must be true or false, got "maybe"'
-    ):
-        load_config(None, [(old, "maybe")])
-
-
-def test_an_old_name_on_the_command_line_overrides_the_file(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, '[run]\ndir = "/y"\n[debug]\nbackend = "nccl"\n[pipeline]\nschedule = "auto"\n'
-    )
-    old = [("run.name", "x"), ("run.backend", "gloo"), ("pipeline.placement", "v")]
-    config = load_config(path, old)
-    assert (config.run.dir, config.debug.backend) == ("runs/x", "gloo")
-    assert config.pipeline.schedule == "auto_v"
-    assert config.origin("debug.backend") == "--run.backend=gloo"
-    with pytest.raises(ConfigError, match=r"--run.backend=mpi: debug.backend = .mpi."):
-        load_config(path, [("run.backend", "mpi")])
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "value"),
-    [
-        ('[graphs]\non_change = "error"\n', "graphs.on_failure", "recapture"),
-        ("[optimizer]\ndistributed = false\n", "optimizer.num_instances", 1),
-        ("[pipeline]\nsplit_weight_grads = true\n", "pipeline.overlap_moe", False),
-        ("[moe]\npad_to_capacity = true\n", "moe.static_budget", 3.0),
-    ],
-)
-def test_the_command_line_overrides_an_old_name_in_the_file(
-    tmp_path: Path, text: str, key: str, value: object
-) -> None:
-    section, name = key.split(".")
-    config = load_config(write(tmp_path, text), [(key, str(value).lower())])
-    assert getattr(getattr(config, section), name) == value
-
-
-def test_an_old_number_on_the_command_line_has_its_old_bound() -> None:
-    with pytest.raises(ConfigError, match=r"moe\.expert_bias_rate must be at least 0, got -1\.0"):
-        load_config(None, [("moe.expert_bias_rate", "-1")])
-
-
-@pytest.mark.parametrize(
-    ("old", "rule"),
-    [
-        ('optimizer.overlap_grad_reduce = "yes"', 'true or false, got "yes"'),
-        ("optimizer.distributed = 1", "true or false, got 1"),
-        ("moe.expert_bias_rate = -1", "at least 0, got -1"),
-        ('model.qk_norm_width = "heads"', "one of 'head' or 'all', got \"heads\""),
-        ("graphs.scopes = 3", "text in quotes, got 3"),
-    ],
-)
-def test_an_old_name_in_a_file_has_its_old_type(tmp_path: Path, old: str, rule: str) -> None:
-    key = old.split()[0]
-    path = write(tmp_path, f"{old}\n")
-    with pytest.raises(ConfigError, match=re.escape(f"{path}:1: {key} must be {rule}")):
-        load_config(path)
-
-
-@pytest.mark.parametrize(
-    ("file", "arguments", "new"),
-    [
-        ('optimizer.overlap = "grads"', "optimizer.overlap_grad_reduce=false", None),
-        ('optimizer.overlap = "all"', "optimizer.overlap_grad_reduce=false", "params"),
-        (
-            'optimizer.overlap = "all"',
-            "optimizer.overlap_param_gather=false optimizer.overlap_grad_reduce=false",
-            None,
-        ),
-        ('optimizer.overlap = "params"', "optimizer.overlap_grad_reduce=true", "all"),
-        ('optimizer.num_instances = "all"', "optimizer.distributed=true", None),
-        ('moe.static_budget = "capacity"', "moe.pad_to_capacity=false", None),
-        ('pipeline.overlap_moe = "split"', "pipeline.split_weight_grads=false", True),
-        ('pipeline.schedule = "auto_v"', "pipeline.placement=loop", "auto"),
-        ('model.qk_norm = "full"', "model.qk_norm_width=head", True),
-        ("moe.expert_bias = 0.5", "moe.expert_bias_rate=0.25", 0.25),
-        ('graphs.mode = "attn,mlp"', "graphs.scopes=mlp", "mlp"),
-        ('graphs.mode = "full"', "graphs.scopes=mlp", "full"),
-    ],
-)
-def test_an_old_part_on_the_command_line_overrides_that_part_of_the_file(
-    tmp_path: Path, file: str, arguments: str, new: object
-) -> None:
-    section, name = file.split()[0].split(".")
-    overrides = split_overrides([f"--{argument}" for argument in arguments.split()])[0]
-    config = load_config(write(tmp_path, f"{file}\n"), overrides)
-    if new is None:
-        new = getattr(getattr(Config(), section), name)
-    assert getattr(getattr(config, section), name) == new
-
-
 @pytest.mark.parametrize(
     "switch", ["model.qk_norm", "pipeline.overlap_moe", "moe.expert_bias", "data.document_mask"]
 )
@@ -506,92 +358,9 @@ def test_a_word_after_a_switch_is_its_value_only_if_it_can_be(switch: str) -> No
     assert (pairs, others) == ([(switch, "true")], ["run.toml"])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("graphs.on_change=recapture graphs.on_failure=error", "graphs.on_failure=recapture"),
-        ("graphs.on_change=recapture graphs.on_failure=eager", "graphs.on_failure=eager"),
-        ("graphs.on_failure=eager graphs.on_change=error", "graphs.on_failure=eager"),
-        ("graphs.scopes=attn graphs.mode=partial", "graphs.mode=attn"),
-        ("graphs.scopes=attn graphs.mode=off", ""),
-        ("model.qk_norm=true model.qk_norm_width=head", "model.qk_norm=true"),
-        ("model.qk_norm=true model.qk_norm_width=all", "model.qk_norm=full"),
-        ("model.qk_norm_width=head model.qk_norm=false", ""),
-        ("moe.expert_bias_rate=0.5 moe.expert_bias=true", "moe.expert_bias=0.5"),
-        ("moe.expert_bias_rate=0.5 moe.expert_bias=false", ""),
-        ("moe.expert_bias_rate=0.5", ""),
-        ("moe.expert_bias_rate=0.001 moe.expert_bias=true", "moe.expert_bias=true"),
-        ("moe.expert_bias_rate=0 moe.expert_bias", "moe.expert_bias=0"),
-        (
-            "pipeline.split_weight_grads=true pipeline.overlap_moe=true",
-            "pipeline.overlap_moe=split",
-        ),
-        (
-            "pipeline.split_weight_grads=false pipeline.overlap_moe=true",
-            "pipeline.overlap_moe=true",
-        ),
-        ("pipeline.placement=v pipeline.schedule=auto", "pipeline.schedule=auto_v"),
-        ("pipeline.placement=loop pipeline.schedule=auto", "pipeline.schedule=auto"),
-        (
-            "moe.pad_to_capacity moe.capacity_factor=2 moe.dispatcher=static",
-            "moe.capacity_factor=2 moe.dispatcher=static moe.static_budget=capacity",
-        ),
-        ("moe.pad_to_capacity=false moe.static_budget=3", "moe.static_budget=3"),
-        ("optimizer.distributed=false optimizer.num_instances=1", "optimizer.num_instances=all"),
-        ("optimizer.distributed=true optimizer.num_instances=2", "optimizer.num_instances=2"),
-        ("optimizer.overlap_grad_reduce=true", "optimizer.overlap=grads"),
-        ("optimizer.overlap_param_gather=true", "optimizer.overlap=params"),
-        ("optimizer.overlap_grad_reduce optimizer.overlap_param_gather", "optimizer.overlap=all"),
-        ("optimizer.overlap_grad_reduce=false optimizer.overlap_param_gather=false", ""),
-        ("run.name=x", "run.dir=runs/x"),
-        ("run.name=x run.dir=/runs/y", "run.dir=/runs/y"),
-    ],
-)
-def test_two_settings_of_the_version_before_become_one(tmp_path: Path, old: str, new: str) -> None:
-    values: dict[str, dict[str, object]] = {}
-    for key, _, text in (each.partition("=") for each in old.split()):
-        section, name = key.split(".")
-        value = json.loads(text or "true") if re.fullmatch(r"|true|false|[\d.]+", text) else text
-        values.setdefault(section, {})[name] = value
-    before = load_config(write(tmp_path, tomli_w.dumps(values)))
-    flags = split_overrides([f"--{each}" for each in new.split()])[0]
-    now = load_config(None, flags)
-    assert repr(before) == repr(now)  # 0.0 and False are equal
-    assert (repr(before) == repr(Config())) is (not new)
-
-
-def test_mistakes_in_a_setting_of_the_version_before_name_its_place(tmp_path: Path) -> None:
-    text = message_of(write(tmp_path, "[graphs]\nwarmup_steps = 0\n"))
-    assert text.endswith("demo.toml:2: debug.graph_warmup_steps = 0: must be at least 1")
-    with pytest.raises(
-        ConfigError, match=r"no setting loss_scale; optimizer.loss_scale is now deb"
-    ):
-        OptimizerConfig(loss_scale=8.0)  # type: ignore[call-arg]
-
-
-def test_stored_settings_of_the_version_before_are_understood() -> None:
-    stored = {"graphs": {"warmup_steps": 5}, "optimizer": {"loss_scale_interval": 10}}
-    debug = config_from_values(stored, source="x").debug
-    assert (debug.graph_warmup_steps, debug.loss_scale_interval) == (5, 10)
-    assert stored["graphs"] == {"warmup_steps": 5}
-
-
-def test_settings_of_earlier_versions_exist_no_more_and_their_successors_do() -> None:
-    known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
-    assert not known & (REMOVED.keys() | DEPRECATED.keys())
-    assert {new.to for new in DEPRECATED.values()} <= known
-    assert all(known & set(now.replace(",", " ").split()) for now in REMOVED.values())
-
-
 def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
     known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
     assert set(ELSEWHERE.values()) <= known
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in known}
     text = message_of(write(tmp_path, "[parallel]\ntensor_model_parallel_size = 2\n"))
     assert text.endswith("did you mean parallel.tp?")
-
-
-def test_stored_settings_of_an_earlier_version_are_one_sentence() -> None:
-    stored = {"train": {"steps": 3}, "run": {"trace_step": 3}, "moe": {"echo": {"domain": 2}}}
-    with pytest.raises(ConfigError, match=r"x was written by .*: 2 of its settings, such as moe"):
-        config_from_values(stored, source="checkpoint x")

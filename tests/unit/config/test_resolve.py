@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.errors import ConfigError
-from megatrain.config import Config, ModelConfig, check_rules, load_config, resolve
+from megatrain.config import Config, ModelConfig, load_config, resolve
 from megatrain.config.graph_rules import graph_scopes
 from megatrain.config.moe import EchoConfig
 from megatrain.models.shape import GPTShape
@@ -93,11 +93,6 @@ def test_a_tokenizer_is_loaded_once_and_only_if_all_rules_hold() -> None:
     config = resolve(make(parallel__tp="2"), 4, vocab_size=vocab_size, cuda=False)
     assert (config.model.vocab_size, loaded) == (300, ["tokenizer"])
     assert config == resolve(make(parallel__tp="2"), 4, vocab_size=300, cuda=False)
-
-
-def test_the_old_check_of_rules_works_and_names_its_successor() -> None:
-    with pytest.warns(DeprecationWarning, match=r"resolve, with a function for vocab_size"):
-        check_rules(make(parallel__tp="2"), 4, launcher="--nproc")
 
 
 def test_backend_follows_the_gpu() -> None:
