@@ -23,6 +23,19 @@ from megacore.parallel.process_groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)
+class RealTokens:
+    """Tokens of a forward pass that are not padding.
+
+    Attributes:
+        mask_SB: Tokens of this rank that are not padding, ``(S, B)``, bool.
+        lengths_B: Such tokens of the whole sequences, on all ranks, ``(B,)``, int64.
+    """
+
+    mask_SB: Tensor
+    lengths_B: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterGroups:
     """Process groups whose members hold other tokens than this rank.
 
@@ -58,6 +71,7 @@ def load_balancing_loss(
     kind: Literal["sequence", "batch"],
     groups: RouterGroups,
     memo: RecomputeCache | None = None,
+    real: RealTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``E * sum_e (share of assignments to e) * (mean score of e)``; 1 if balanced.
 
@@ -69,10 +83,11 @@ def load_balancing_loss(
 
     Args:
         scores_SBE: Scores of all experts that sum to 1 for each token, ``(S, B, E)``.
-        expert_ids_SBK: The choices, ``(S, B, k)``, int64.
+        expert_ids_SBK: The choices, ``(S, B, k)``, int64; below 0 for padding.
         kind: The pool.
         groups: Groups that hold the other tokens of the pool.
         memo: Cache of an enclosing recomputed region; sums over ranks are then computed once.
+        real: Tokens that are not padding; ``None``: all.
 
     Returns:
         One loss per pool, ``(P,)``, with this rank's part of the gradient; and the detached mean
@@ -97,6 +112,8 @@ def load_balancing_loss(
     length, batch, num_experts = scores_SBE.shape
     pools = batch if kind == "sequence" else 1
     count_PE = _count_choices(expert_ids_SBK, pools, num_experts).to(scores_SBE.dtype)
+    if real is not None:
+        scores_SBE = scores_SBE * real.mask_SB[..., None]
     total_PE = scores_SBE.sum(0)
     if kind == "batch":
         total_PE = total_PE.sum(0, keepdim=True)
@@ -108,7 +125,7 @@ def load_balancing_loss(
         kind=kind,
         groups=groups,
     )
-    if pools > 0 and not spans_ranks(groups, kind):
+    if pools > 0 and real is None and not spans_ranks(groups, kind):
         # Fewer operations than the general case, of which it is the one without other ranks.
         own_P = (count_PE * total_PE).sum(1) * slope
         return own_P, own_P.detach().mean()
@@ -119,6 +136,13 @@ def load_balancing_loss(
         return stats
 
     counts_PE, totals_PE = over_ranks() if memo is None else memo.once(over_ranks)
+    if real is not None:  # the tokens of a pool are counted: each has k choices
+        top_k = expert_ids_SBK.shape[-1]
+        square_P = (counts_PE.sum(1) / top_k).square().clamp(min=1.0) * top_k
+        size = group_of_pool(groups, kind).size
+        own_P = (counts_PE * total_PE).sum(1) * (num_experts * size / square_P)
+        values_P = (counts_PE * totals_PE).sum(1) * (num_experts / square_P)
+        return own_P, values_P.mean()
     return (counts_PE * total_PE).sum(1) * slope, (counts_PE * totals_PE).sum() * scale
 
 
@@ -167,12 +191,15 @@ def reduce_stats(
     all_reduce_(stats, group_of_pool(groups, kind))
 
 
-def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]:
+def z_loss(
+    logits_SBE: Tensor, *, groups: RouterGroups, real: RealTokens | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute the mean of ``logsumexp(logits)**2`` over tokens, which keeps logits small.
 
     Args:
         logits_SBE: ``(S, B, E)``.
         groups: For the share of the mean under sequence parallelism.
+        real: Tokens that are not padding; ``None``: all.
 
     Returns:
         One loss per sequence, ``(B,)``, with this rank's part of the gradient; and the detached
@@ -183,7 +210,12 @@ def z_loss(logits_SBE: Tensor, *, groups: RouterGroups) -> tuple[Tensor, Tensor]
         ST-MoE, arXiv:2202.08906, equation 5.
     """
     length, batch, _ = logits_SBE.shape
-    mean_B = torch.logsumexp(logits_SBE, dim=-1).square().sum(0) / max(1, length)
+    squares_SB = torch.logsumexp(logits_SBE, dim=-1).square()
+    if real is None:
+        mean_B = squares_SB.sum(0) / max(1, length)
+    else:  # ranks hold different numbers of such tokens; the mean over ranks is that over tokens
+        size = groups.cp.size * groups.sequence_parallel.size
+        mean_B = (squares_SB * real.mask_SB).sum(0) * (size / real.lengths_B.clamp(min=1))
     return mean_B / groups.sequence_parallel.size, mean_B.detach().sum() / max(1, batch)
 
 
@@ -231,4 +263,5 @@ def _count_choices(expert_ids_SBK: Tensor, pools: int, num_experts: int) -> Tens
     """Count the choices of each expert per pool, ``(pools, E)`` int64."""
     per_pool = expert_ids_SBK.numel() // max(1, pools)
     flat = expert_ids_SBK.transpose(0, 1).reshape(pools, per_pool)
-    return flat.new_zeros(pools, num_experts).scatter_add_(1, flat, torch.ones_like(flat))
+    zeros = flat.new_zeros(pools, num_experts)
+    return zeros.scatter_add_(1, flat.clamp(min=0), (flat >= 0).long())

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from megacore.moe.balance import RealTokens
 from megacore.moe.dispatchers import Dispatcher, DispatchPlan
 from megacore.moe.echo.layer import Echo, EchoDispatchPlan
 from megacore.moe.experts import GroupedExperts
@@ -108,6 +109,7 @@ class MoELayer(nn.Module):
         *,
         loss_factor: float | Tensor = 1.0,
         memo: RecomputeCache | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor:
         """Apply the layer.
 
@@ -118,11 +120,15 @@ class MoELayer(nn.Module):
                 backward pass; applied to the router's losses too. See `TopKRouter.forward`.
             memo: Cache of a recomputed region around the layer: recomputation then reuses the
                 routing decisions, and nothing is counted twice. ``None`` without such a region.
+            real: The tokens that this rank routes and that are not padding; ``None``: all. Only the
+                shared expert computes padding.
 
         Returns:
             The layer output to add to the residual stream, ``(S, B, H)``.
         """
-        tokens_SBH, routing = self.route(x_SBH, names, loss_factor=loss_factor, memo=memo)
+        tokens_SBH, routing = self.route(
+            x_SBH, names, loss_factor=loss_factor, memo=memo, real=real
+        )
         plan = self.plan(routing, memo=memo)
         return self.finish(x_SBH, tokens_SBH, plan, memo=memo)
 
@@ -133,11 +139,12 @@ class MoELayer(nn.Module):
         *,
         loss_factor: float | Tensor,
         memo: RecomputeCache | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingResult]:
         """Route this rank's tokens: the first phase of :meth:`forward`."""
         tokens_SBH = x_SBH if self._scatter_tokens is None else self._scatter_tokens(x_SBH)
         routing: RoutingResult = self.router(
-            tokens_SBH, names=names, loss_factor=loss_factor, memo=memo
+            tokens_SBH, names=names, loss_factor=loss_factor, memo=memo, real=real
         )
         return tokens_SBH, routing
 

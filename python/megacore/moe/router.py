@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.moe.balance import (
+    RealTokens,
     RouterGroups,
     inject_gradient,
     load_balancing_loss,
@@ -56,17 +57,19 @@ class RoutingResult:
 
     Attributes:
         probs: Weight of each choice, ``(T, k)``, float32.
-        expert_ids: The choices, best first, ``(T, k)``, int64.
+        expert_ids: The choices, best first, ``(T, k)``, int64; -1 for padding.
         aux_loss: Value of the load-balancing loss times its coefficient, a scalar without gradient;
             ``None`` without that loss. Averaged over ranks and microbatches it is the value of the
             global batch. Its gradient is already attached to ``probs``.
         z_loss: The same for the z-loss.
+        num_copies: Choices that are not of padding, int64 scalar; ``None``: all.
     """
 
     probs: Tensor
     expert_ids: Tensor
     aux_loss: Tensor | None
     z_loss: Tensor | None
+    num_copies: Tensor | None = None
 
 
 class Tape(Protocol):
@@ -162,6 +165,7 @@ class TopKRouter(nn.Module):
         loss_factor: float | Tensor = 1.0,
         expert_ids: Tensor | None = None,
         memo: RecomputeCache | None = None,
+        real: RealTokens | None = None,
     ) -> RoutingResult:
         """Route the tokens.
 
@@ -177,6 +181,7 @@ class TopKRouter(nn.Module):
                 in the forward pass.
             expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts.
             memo: Cache of a recomputed region around the router, if there is one.
+            real: Tokens that are not padding; ``None``: all. Padding gets no expert.
 
         Raises:
             ValueError: If shapes are inconsistent, or if jitter is enabled without ``names``.
@@ -195,7 +200,7 @@ class TopKRouter(nn.Module):
         logits_SBE = self._logits(hidden, names)
         logits = logits_SBE.flatten(0, 1)
         num_pools = hidden.shape[1] if options.aux_loss_type == "sequence" else 1
-        if expert_ids is None and self._is_fused(logits, num_pools):
+        if expert_ids is None and real is None and self._is_fused(logits, num_pools):
             return self._route(logits_SBE, num_pools, loss_factor=loss_factor, memo=memo)
         scores = _scores(logits, options)
         if expert_ids is None:
@@ -205,7 +210,14 @@ class TopKRouter(nn.Module):
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
                 f"({logits.shape[0]}, {options.top_k})"
             )
-        probs = _weights(logits, scores, expert_ids, options)
+        num_copies = None
+        if real is None:
+            probs = _weights(logits, scores, expert_ids, options)
+        else:
+            is_padding = ~real.mask_SB.reshape(-1, 1)
+            probs = _weights(logits, scores, expert_ids, options).masked_fill(is_padding, 0.0)
+            expert_ids = expert_ids.masked_fill(is_padding, -1)
+            num_copies = real.mask_SB.sum() * options.top_k
         aux_value = z_value = None
         if self.training:
             self._count(expert_ids, memo)
@@ -216,15 +228,17 @@ class TopKRouter(nn.Module):
                     kind=options.aux_loss_type,
                     groups=self.groups,
                     memo=memo,
+                    real=real,
                 )
                 own, aux_value = own * options.aux_loss_coef, value * options.aux_loss_coef
                 probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
-            probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor)
+            probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor, real)
         return RoutingResult(
             probs=probs,
             expert_ids=expert_ids,
             aux_loss=aux_value,
             z_loss=z_value,
+            num_copies=num_copies,
         )
 
     def _is_fused(self, logits: Tensor, num_pools: int) -> bool:
@@ -308,15 +322,19 @@ class TopKRouter(nn.Module):
     def _count(self, expert_ids: Tensor, memo: RecomputeCache | None) -> None:
         if self.tokens_seen is not None and not (memo and memo.is_replay):
             chosen = expert_ids.flatten()
-            self.tokens_seen.scatter_add_(0, chosen, torch.ones_like(chosen))
+            self.tokens_seen.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
 
     def _with_z_loss(
-        self, probs: Tensor, logits_SBE: Tensor, loss_factor: float | Tensor
+        self,
+        probs: Tensor,
+        logits_SBE: Tensor,
+        loss_factor: float | Tensor,
+        real: RealTokens | None,
     ) -> tuple[Tensor, Tensor | None]:
         coef = self.options.z_loss_coef
         if coef == 0.0:
             return probs, None
-        own, value = z_loss(logits_SBE, groups=self.groups)
+        own, value = z_loss(logits_SBE, groups=self.groups, real=real)
         return inject_gradient(probs, own * coef, loss_factor), value * coef
 
     def _pool_factor(self, factor: float | Tensor, memo: RecomputeCache | None) -> float | Tensor:

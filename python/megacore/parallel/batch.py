@@ -124,6 +124,8 @@ class Microbatch:
             captured layers; ``None`` runs them eagerly.
         keys: Keys of the step's random numbers on the device, for code that may be captured.
         documents: Documents inside of which attention stays; ``None``: each sample is one.
+        lengths: Tokens of each sample before its padding, ``(B,)``, int64; ``None`` without padding
+            in the data. Routers leave padding out of losses, counts, capacities and dispatch.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -145,6 +147,7 @@ class Microbatch:
     number: int | None = None
     keys: StepKeys | None = None
     documents: Documents | None = None
+    lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -190,4 +193,5 @@ class Microbatch:
             labels=None if self.labels is None else change(self.labels),
             sample_ids=change(self.sample_ids),
             documents=documents,
+            lengths=None if self.lengths is None else change(self.lengths),
         )

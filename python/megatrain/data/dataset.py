@@ -229,6 +229,7 @@ def microbatch(
         tokens = torch.zeros((), dtype=torch.int64).expand(microbatch_size, dataset.seq_length)
         return Microbatch(tokens=tokens, labels=None, sample_ids=sample_ids, step=step)
     samples = [dataset.sample(number) for number in numbers]
+    lengths = [sample.length for sample in samples if sample.length is not None]
     return Microbatch(
         tokens=_stack([sample.tokens for sample in samples]),
         labels=_stack([sample.labels for sample in samples]),
@@ -237,6 +238,7 @@ def microbatch(
         documents=Documents.of([sample.document_starts for sample in samples], dataset.seq_length)
         if document_mask
         else None,
+        lengths=torch.tensor(lengths) if len(lengths) == len(samples) else None,
     )
 
 

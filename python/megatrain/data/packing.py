@@ -247,7 +247,7 @@ class PackedDataset:
             at += length
         if at < size:  # padding is a document of its own
             starts.append(at)
-        window = Window(tokens=tokens, starts=starts, counted=counted)
+        window = Window(tokens=tokens, starts=starts, counted=counted, length=at)
         return sample_of_window(window, document_mask=self._document_mask)
 
     def epochs(self, num_samples: int) -> dict[str, float]:

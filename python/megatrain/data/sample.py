@@ -23,11 +23,13 @@ class Sample:
             int64.
         document_starts: Index of the first token of each document that starts in the sample; with
             ``data.document_mask`` also 0.
+        length: Tokens before the padding at the end; ``None`` for data without padding.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     document_starts: Sequence[int] = ()
+    length: int | None = None
 
 
 class Samples(Protocol):
@@ -93,11 +95,13 @@ class Window:
         tokens: Token ids, 1-D, int64.
         starts: Index of the first token of each document that starts in the window, ascending.
         counted: Whether the loss of predicting each token counts, 1-D, bool; ``None``: all count.
+        length: Tokens before the padding at the end; ``None`` for data without padding.
     """
 
     tokens: NDArray[np.int64]
     starts: Sequence[int]
     counted: NDArray[np.bool_] | None = None
+    length: int | None = None
 
 
 def sample_of_window(window: Window, *, document_mask: bool = False) -> Sample:
@@ -120,4 +124,7 @@ def sample_of_window(window: Window, *, document_mask: bool = False) -> Sample:
     if document_mask:
         labels[[start - 1 for start in window.starts if start > 0]] = NO_LABEL
         starts = [0, *(start for start in starts if start > 0)]
-    return Sample(tokens=window.tokens[:-1], labels=labels, document_starts=starts)
+    # The last token of the documents predicts nothing: it is in a longer sample what the token
+    # behind the end is in a shorter one.
+    length = None if window.length is None else window.length - 1
+    return Sample(tokens=window.tokens[:-1], labels=labels, document_starts=starts, length=length)

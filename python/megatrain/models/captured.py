@@ -81,10 +81,17 @@ class GraphedScope(nn.Module):
         if self._reads_factor:
             assert isinstance(batch.router_factor, Tensor)
             named["loss_factor"] = batch.router_factor
+        if self._router is not None and batch.lengths is not None:
+            named["lengths"] = batch.lengths
         return (x_SBH,), named
 
     def forward(
-        self, x_SBH: Tensor, *, sample_ids: Tensor | None = None, loss_factor: Tensor | None = None
+        self,
+        x_SBH: Tensor,
+        *,
+        sample_ids: Tensor | None = None,
+        loss_factor: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Results:
         """Compute the captured part; the results are named tensors."""
         if sample_ids is None:
@@ -96,6 +103,7 @@ class GraphedScope(nn.Module):
             step=-1,  # unused: the keys depend on the step
             loss_factor=1.0 if loss_factor is None else loss_factor,
             keys=self._keys,
+            lengths=lengths,
         )
         if "layer" in self._again:
             memo = RecomputeCache()  # so that the second run of a router counts nothing again

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megacore.moe.balance import RouterGroups
+from megacore.moe.balance import RealTokens, RouterGroups
 from megacore.moe.dispatchers import (
     Dispatcher,
     ExpertPlacement,
@@ -93,7 +93,9 @@ class MoEBlock(nn.Module):
     ) -> Tensor:
         """Compute ``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
         names = self.names(x_SBH, batch)
-        output: Tensor = self.moe(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
+        output: Tensor = self.moe(
+            x_SBH, names, loss_factor=batch.router_factor, memo=memo, real=self.real(x_SBH, batch)
+        )
         return output
 
     def route(
@@ -101,7 +103,9 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, RoutingResult]:
         """Run the beginning of `forward`; see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)
-        return self.moe.route(x_SBH, names, loss_factor=batch.router_factor, memo=memo)
+        return self.moe.route(
+            x_SBH, names, loss_factor=batch.router_factor, memo=memo, real=self.real(x_SBH, batch)
+        )
 
     def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames | None:
         """Return identifiers of the tokens that this rank routes, if the router uses them."""
@@ -114,6 +118,15 @@ class MoEBlock(nn.Module):
             positions_S=self.token_region.positions(num_tokens, device=x_SBH.device),
             keys=batch.keys,
         )
+
+    def real(self, x_SBH: Tensor, batch: Microbatch) -> RealTokens | None:
+        """Return the tokens that this rank routes and that are not padding; ``None``: all."""
+        if batch.lengths is None:
+            return None
+        num_tokens = x_SBH.shape[0] // self.num_shares
+        positions_S = self.token_region.positions(num_tokens, device=x_SBH.device)
+        mask_SB = positions_S[:, None] < batch.lengths[None, :]
+        return RealTokens(mask_SB=mask_SB, lengths_B=batch.lengths)
 
     def _scatter_tokens(self, x_SBH: Tensor) -> Tensor:
         return scatter_sequence(x_SBH, self.token_region.group)

@@ -306,12 +306,19 @@ class StepGraphs:
     def _static(self, static: Sequence[Tensor]) -> list[Microbatch]:
         """Build microbatches from the static inputs of a graph."""
         num = self._eager.num_microbatches
-        batched = [static[3 * number : 3 * number + 3] for number in range(num)]
+        size = 4 if self._config.data.packing == "best_fit" else 3  # with lengths
+        batched = [static[size * n : size * (n + 1)] for n in range(num)]
         return self._prepared(
             [
                 # The step is unused: its effect is in the keys.
-                Microbatch(tokens=tokens, labels=labels, sample_ids=sample_ids, step=-1)
-                for tokens, labels, sample_ids in batched
+                Microbatch(
+                    tokens=tokens,
+                    labels=labels,
+                    sample_ids=sample_ids,
+                    step=-1,
+                    lengths=lengths[0] if lengths else None,
+                )
+                for tokens, labels, sample_ids, *lengths in batched
             ]
         )
 
@@ -410,6 +417,7 @@ def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
         if batch.labels is None:
             raise ValueError("a captured step computes losses, but its batch has no labels")
         inputs += [batch.tokens, batch.labels, batch.sample_ids]
+        inputs += [] if batch.lengths is None else [batch.lengths]
     return inputs
 
 

@@ -249,7 +249,9 @@ class Trainer:
         ):
             return True
         counts_by_token = self.eager.per_token and self.config.moe.num_experts > 0
-        return counts_by_token or self.config.data.document_mask or self.graphs is not None
+        routes_padding = self.config.data.packing == "best_fit" and self.config.moe.num_experts > 0
+        reads_documents = self.config.data.document_mask or routes_padding
+        return counts_by_token or reads_documents or self.graphs is not None
 
 
 def build_trainer(

@@ -22,6 +22,7 @@ from megacore.moe.dispatchers.base import (
     PendingDispatch,
     Routing,
     constant,
+    copies_of,
     gather_counts,
     rows_of_copies,
 )
@@ -118,7 +119,7 @@ class AllToAllDispatcher(_ExchangeDispatcher):
         sent_P = counts_E.view(placement.ep_size, -1).sum(1)
         sent_G = _per_member(sent_P, placement)
         first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
-        num_dropped = ids_Tk.numel() - counts_E.sum()
+        num_dropped = copies_of(routing) - counts_E.sum()
         return DispatchPlan(
             probs=routing.probs,
             row_map=rows_of_copies(
@@ -238,7 +239,7 @@ class StaticDispatcher(_ExchangeDispatcher):
             tokens_per_expert=counts_E,
             arriving=gather_counts(counts_E, placement, equal_tokens=ids_Tk.shape[0]),
             rows_per_member=None,
-            num_dropped=ids_Tk.numel() - num_sent,
+            num_dropped=copies_of(routing) - num_sent,
             num_over_budget=num_limited - num_sent,
         )
 

@@ -15,6 +15,7 @@ from megacore.moe.dispatchers.base import (
     PendingCombine,
     PendingDispatch,
     Routing,
+    copies_of,
     require_equal_tokens,
 )
 from megacore.ops.permutation import permute_with_probs, sort_by_expert, unpermute
@@ -54,7 +55,7 @@ class AllGatherDispatcher(Dispatcher):
         row_map, arriving_L = sort_by_expert(
             torch.where(is_mine, local_ids, -1), placement.num_local
         )
-        num_dropped = ids_Tk.numel() - counts_E.sum()
+        num_dropped = copies_of(routing) - counts_E.sum()
         return DispatchPlan(
             probs=routing.probs,
             row_map=row_map,

@@ -35,7 +35,18 @@ class Routing(Protocol):
 
     @property
     def expert_ids(self) -> Tensor:
-        """Expert of each copy, ``(T, k)``, int64, distinct for each token."""
+        """Expert of each copy, ``(T, k)``, int64, distinct for each token; -1 for padding."""
+
+    @property
+    def num_copies(self) -> Tensor | None:
+        """Copies of tokens that are not padding, int64 scalar; ``None``: all."""
+
+
+def copies_of(routing: Routing) -> Tensor | int:
+    """Return the number of copies of tokens that are not padding."""
+    if routing.num_copies is None:
+        return routing.expert_ids.numel()
+    return routing.num_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +307,12 @@ class Dispatcher(ABC):
         if self.capacity is None:
             return routing.expert_ids
         num_experts = self.placement.num_experts
-        return self.capacity.limit(routing.expert_ids, routing.probs, num_experts=num_experts)
+        return self.capacity.limit(
+            routing.expert_ids,
+            routing.probs,
+            num_experts=num_experts,
+            num_copies=routing.num_copies,
+        )
 
     def postprocess(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum the results of each token.

@@ -41,15 +41,24 @@ class Capacity:
         """
         return max(1, min(num_copies, rows_at(self.factor, num_copies, num_experts)))
 
-    def limit(self, expert_ids_Tk: Tensor, probs_Tk: Tensor, *, num_experts: int) -> Tensor:
+    def limit(
+        self,
+        expert_ids_Tk: Tensor,
+        probs_Tk: Tensor,
+        *,
+        num_experts: int,
+        num_copies: Tensor | None = None,
+    ) -> Tensor:
         """Drop the copies that exceed each expert's capacity.
 
         The weights of a token's other copies are unchanged.
 
         Args:
-            expert_ids_Tk: Expert of each copy.
+            expert_ids_Tk: Expert of each copy; below 0 for padding.
             probs_Tk: Weight of each copy.
             num_experts: Number of experts.
+            num_copies: Copies that are not padding, int64 scalar, of which the fair share is a
+                part. Default: all.
 
         Returns:
             Expert ids, -1 for dropped copies.
@@ -59,7 +68,12 @@ class Capacity:
             >>> Capacity(factor=0.6).limit(ids, probs, num_experts=2).flatten().tolist()
             [-1, 0, 1]
         """
-        rows = self.rows(expert_ids_Tk.numel(), num_experts)
+        rows: int | Tensor = self.rows(expert_ids_Tk.numel(), num_experts)
+        if num_copies is not None:
+            factor = min(Fraction(str(self.factor)), Fraction(num_experts))
+            parts = factor.denominator * num_experts
+            rows = (num_copies * factor.numerator + parts - 1).div(parts, rounding_mode="floor")
+            rows = rows.clamp(min=1)
         place = place_in_expert(expert_ids_Tk, probs_Tk if self.drop_by == "probs" else None)
         return expert_ids_Tk.masked_fill(place >= rows, -1)
 

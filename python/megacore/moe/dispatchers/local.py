@@ -11,6 +11,7 @@ from megacore.moe.dispatchers.base import (
     PendingCombine,
     PendingDispatch,
     Routing,
+    copies_of,
 )
 from megacore.ops.permutation import permute_with_probs, sort_by_expert
 from megacore.parallel.row_exchange import RowSplits
@@ -41,7 +42,7 @@ class LocalDispatcher(Dispatcher):
             tokens_per_expert=counts_E,
             arriving=counts_E[None],
             rows_per_member=None,
-            num_dropped=None if self.capacity is None else (ids_Tk < 0).sum(),
+            num_dropped=None if self.capacity is None else copies_of(routing) - counts_E.sum(),
         )
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:  # noqa: ARG002

@@ -78,6 +78,8 @@ class PeerDispatcher(Dispatcher):
         ids_Tk = self._within_capacity(routing)
         copies = self.peers.plan_copies(ids_Tk, self.placement, self._receive_rows(*ids_Tk.shape))
         num_arrived, num_dropped, num_over_budget = copies.totals
+        if routing.num_copies is not None:  # padding is not sent, and was not dropped
+            num_dropped = num_dropped - (ids_Tk.numel() - routing.num_copies)
         return DispatchPlan(
             probs=routing.probs,
             row_map=copies.rows,

@@ -75,10 +75,12 @@ class Rerouted:
     Attributes:
         probs: Weight of each copy, ``(T, k)``, float32.
         expert_ids: Place of each copy, ``(T, k)``, int64; -1 for copies that are not sent.
+        num_copies: Copies of tokens that are not padding, int64 scalar; ``None``: all.
     """
 
     probs: Tensor
     expert_ids: Tensor
+    num_copies: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,12 @@ class Echo:
         """Choose clones, the place of each copy, and the copies that fit the budget."""
         ids_Tk, placement = routing.expert_ids, self.placement
         if self._capacity is not None:
-            ids_Tk = self._capacity.limit(ids_Tk, routing.probs, num_experts=placement.num_experts)
+            ids_Tk = self._capacity.limit(
+                ids_Tk,
+                routing.probs,
+                num_experts=placement.num_experts,
+                num_copies=routing.num_copies,
+            )
         counts_GE = self._gather(sort_by_expert(ids_Tk, placement.num_experts)[1])
         counts_RE, total, first = self._counts_of_parts(counts_GE)
         plan = plan_offload_on_device(
@@ -224,7 +231,8 @@ class Echo:
             tokens=plan.rerouted[placement.ep_position],
         )
         place_ids, probs = reroute(ids_Tk, routing.probs, row)
-        return plan, place_ids, Rerouted(probs=probs, expert_ids=self._fit(place_ids))
+        kept = Rerouted(probs=probs, expert_ids=self._fit(place_ids), num_copies=routing.num_copies)
+        return plan, place_ids, kept
 
     def _counts_of_parts(self, counts_GE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum counts over the members of each part of the experts.
