@@ -61,7 +61,7 @@ def test_other_results_of_the_rules_need_another_version(tmp_path: Path, kind: s
     )
     found = RULES[kind], hashlib.sha256(b"".join(contents)).hexdigest()[:16]
     assert found == GOLDEN[kind], (
-        f"the rules of {kind} make other results: raise RULES[{kind!r}] in megatrain/data/cache.py, "
+        f"the rules of {kind} make other results: raise RULES[{kind!r}] in data/cache.py, "
         f"so that caches of users are made anew, and then set GOLDEN here to {found}"
     )
 
