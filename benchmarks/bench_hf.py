@@ -70,7 +70,7 @@ def work(contender: str, source: Path, out: Path) -> int:
         return sum(p.numel() * p.element_size() for p in model.parameters())
     if contender == "megacore in memory":
         from megatrain.hf import HFTensors, config_to_hf, import_hf
-        from megatrain.hf.files import write_json, write_tensors
+        from megatrain.hf_folder import write_json, write_tensors
 
         imported = import_hf(source)
         values = dict((i.name, p.detach()) for i, p in imported.chunk.param_infos())

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.parallel import Group, ProcessGroups, Topology
-from megacore.parallel import host_memory as host_memory_module
 from megacore.parallel.collectives import (
     all_gather,
     all_reduce_,
@@ -23,6 +22,7 @@ from megacore.parallel.collectives import (
     broadcast_,
     reduce_scatter,
 )
+from megacore.parallel.host import shared_memory as host_memory_module
 from megacore.parallel.host.shared_memory import Place
 from tests.support.distributed import run_ranks
 

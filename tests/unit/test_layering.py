@@ -44,7 +44,7 @@ ENGINE_LAYERS = [
 ]
 TRAINER_LAYERS = [
     {"daemon", "files", "routing_trace"},
-    {"config", "hang", "view"},
+    {"config", "hang", "hf_folder", "view"},
     {"launch", "models"},
     {"data", "report"},
     {"checkpoint", "plan"},

@@ -17,7 +17,7 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, files_of_folder
 from megatrain.config import Config, ResolvedConfig
 from megatrain.data.loading import TrainingData
 from megatrain.data.tokenizer import special_tokens_of
-from megatrain.hf.files import (
+from megatrain.hf_folder import (
     CONFIG_NAME,
     TensorFiles,
     json_text,

@@ -16,7 +16,7 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
 from megatrain.data import Tokenizer, load_tokenizer
 from megatrain.hf import import_hf
-from megatrain.hf.files import CONFIG_NAME
+from megatrain.hf_folder import CONFIG_NAME
 from megatrain.models.gpt import GPTChunk
 
 

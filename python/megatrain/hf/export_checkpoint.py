@@ -27,7 +27,7 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
 from megatrain.config import Config, config_from_values
 from megatrain.files import describe_os_error, filled_folder
 from megatrain.hf import HFTensors, config_to_hf, updated_config
-from megatrain.hf.files import (
+from megatrain.hf_folder import (
     CONFIG_NAME,
     TensorSpec,
     read_object,

@@ -14,9 +14,9 @@ from torch import Tensor
 from megacore.parallel.params import ParamInfo
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import FAMILIES
-from megatrain.hf.files import TensorSpec, read_blocks
 from megatrain.hf.import_hf import copies_of, describe_params
 from megatrain.hf.rows import Row, Run, rows_of, runs_of
+from megatrain.hf_folder import TensorSpec, read_blocks
 from megatrain.models.shape import GPTShape
 
 

@@ -30,7 +30,7 @@ from megatrain.config import (
 from megatrain.data import load_tokenizer
 from megatrain.files import describe_os_error, filled_folder
 from megatrain.hf import HFWeights, sections_from_hf, training_note
-from megatrain.hf.files import TensorFiles, dtype_name, read_config
+from megatrain.hf_folder import TensorFiles, dtype_name, read_config
 
 CONFIG_NAME = "config.toml"
 

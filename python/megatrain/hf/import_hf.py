@@ -22,9 +22,9 @@ from megacore.parallel.params import ParamInfo, ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import Family
-from megatrain.hf.files import TensorFiles, read_blocks, read_config
 from megatrain.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
 from megatrain.hf.settings import family_of, sections_from_hf
+from megatrain.hf_folder import TensorFiles, read_blocks, read_config
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.shape import GPTShape
 

@@ -16,7 +16,7 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
 from megatrain.hf import sections_from_hf
-from megatrain.hf.files import CONFIG_NAME, TensorFiles, read_config
+from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights

@@ -15,8 +15,8 @@ from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.hf import HFWeights, sections_from_hf
-from megatrain.hf.files import CONFIG_NAME, TensorFiles, read_config
 from megatrain.hf.settings import differences
+from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
 from megatrain.train.trainer import Trainer
 
 

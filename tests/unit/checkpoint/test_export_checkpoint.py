@@ -23,8 +23,8 @@ from megatrain.config import Config, resolve
 from megatrain.generation.restore import restore_model
 from megatrain.hf import config_to_hf, sections_from_hf
 from megatrain.hf.export_checkpoint import export_checkpoint
-from megatrain.hf.files import TensorFiles
 from megatrain.hf.import_checkpoint import import_checkpoint
+from megatrain.hf_folder import TensorFiles
 from megatrain.train.trainer import build_trainer
 from tests.support.hf_models import MODELS, save_theirs
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.errors import MegacoreError
 from megacore.parallel.batch import Microbatch
 from megatrain.hf import HFTensors, config_to_hf, import_hf
-from megatrain.hf.files import TensorFiles
+from megatrain.hf_folder import TensorFiles
 from megatrain.models.multi_token import ahead
 from tests.support.hf_models import make_theirs
 

@@ -13,9 +13,10 @@ import torch
 from megacore.errors import MegacoreError
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import ShardPosition, shard
+from megatrain import hf_folder
 from megatrain.generation.decoding import Sampling, generate
-from megatrain.hf import HFWeights, files, import_hf, sections_from_hf
-from megatrain.hf.files import TensorFiles
+from megatrain.hf import HFWeights, import_hf, sections_from_hf
+from megatrain.hf_folder import TensorFiles
 from tests.support.hf_models import MODELS, make_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -88,13 +89,13 @@ def test_only_the_values_of_a_shard_are_read(
     config = theirs.config.to_dict()
     weights = HFWeights(TensorFiles(tmp_path), config, *sections_from_hf(config))
     num_bytes: list[int] = []
-    read_bytes = files._read_bytes
+    read_bytes = hf_folder._read_bytes
 
     def counting(path: Path, begin: int, into: torch.Tensor) -> None:
         num_bytes.append(into.nbytes)
         read_bytes(path, begin, into)
 
-    monkeypatch.setattr(files, "_read_bytes", counting)
+    monkeypatch.setattr(hf_folder, "_read_bytes", counting)
     for name, position in {
         "layers.1.moe.experts.fc1": ShardPosition(ep_position=1, ep_size=2),
         "layers.1.moe.experts.fc2": ShardPosition(ep_position=1, ep_size=4),
