@@ -395,10 +395,11 @@ def bench_ranks(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router would say."""
+    """Decisions in place of a router's."""
 
     probs: Tensor
     expert_ids: Tensor
+    num_copies: Tensor | None = None
 
 
 def exchanges(rank: int, world_size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:

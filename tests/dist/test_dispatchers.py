@@ -30,10 +30,11 @@ HIDDEN, FFN = 6, 8
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router would say."""
+    """Decisions in place of a router's."""
 
     probs: Tensor
     expert_ids: Tensor
+    num_copies: Tensor | None = None
 
 
 def make_dispatcher(

@@ -121,7 +121,9 @@ def train_theirs(theirs: Any, config: ResolvedConfig) -> list[float]:
                 loss = loss + theirs.config.router_aux_loss_coef * router_loss
             (loss / config.num_microbatches(1)).backward()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config=settings, steps=config.train.steps)
+            group["lr"] = learning_rate(
+                step, options=settings.rate_options(), steps=config.train.steps
+            )
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), settings.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
