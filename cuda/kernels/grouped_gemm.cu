@@ -284,9 +284,10 @@ constexpr std::array<TileRule, 6> kHopperTiles = {{
 
 [[noreturn]] void report_missing(const Device& device) {
   if (device.minor != 0 || (device.major != 9 && device.major != 10)) {
-    throw std::runtime_error(base::format_text(
-        "no grouped product for a device of compute capability {}.{}: they exist for 9.0 and 10.0 only",
-        device.major, device.minor));
+    throw std::runtime_error(
+        base::format_text("no grouped product for a device of compute capability {}.{}: they exist "
+                          "for 9.0 and 10.0 only",
+                          device.major, device.minor));
   }
   std::string built;
   for (const std::string& arch : grouped_gemm_archs()) {
