@@ -125,12 +125,44 @@ def test_a_run_notes_steps_and_sets_without_labels(
     ]
     assert main(command) == 0
     records = records_of(tmp_path / "run")
-    assert [record["loss"] is None for record in records] == [False, True] * 3
+    assert ["loss" in record for record in records] == [True, False] * 3
+    assert ["grad_norm" in record for record in records] == [True, False] * 3
     assert all(math.isfinite(record["validation_loss"]) for record in records[1::2])
-    assert records[-1]["validation_losses"]["nothing"] is None
+    assert list(records[-1]["validation_losses"]) == ["held out"]
     printed = " ".join("".join(capfd.readouterr()).split())
     assert printed.count("step 2: no label of the batch counts, so nothing was updated") == 1
     assert printed.count("no label of the validation set nothing counts") == 1
+
+
+def test_first_and_last_steps_without_labels_are_not_a_divergence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        *small_run(tmp_path),
+        *("--data.factory=tests.support.own_data:rims", "--train.steps=3"),
+        *("--train.global_batch_size=8", "--train.microbatch_size=1", "--train.eval_interval=1"),
+        *("--train.eval_steps=1", "--checkpoint.interval=1", "--checkpoint.keep=1"),
+        *("--model.num_mtp_layers=1",),
+    ]
+    assert main(command) == 0
+    names = ("loss", "grad_norm", "mtp_losses")
+    for record, has_labels in zip(records_of(tmp_path / "run"), (False, True, False), strict=True):
+        assert [name in record for name in names] == [has_labels] * 3
+        assert "validation_loss" not in record
+    printed = "".join(capfd.readouterr())
+    assert "not finite" not in printed
+    assert "nan" not in printed
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "not finite" not in report
+    folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert folders == {"latest", "step_00000003"}, "checkpoints before the last one are removed"
+
+
+def test_predictions_without_tokens_have_no_loss() -> None:
+    # Of a sample only the first label counts, which no earlier token predicts.
+    step = make_trainer(1, "first", MTP).train_step(0)
+    assert math.isfinite(step.loss)
+    assert math.isnan(step.mtp_losses[0])
 
 
 def test_long_prompts_leave_steps_without_labels(tmp_path: Path) -> None:
@@ -146,7 +178,7 @@ def test_long_prompts_leave_steps_without_labels(tmp_path: Path) -> None:
         f"--data.cache={tmp_path / 'cache'}",
     ]
     assert main(command) == 0
-    losses = [record["loss"] for record in records_of(tmp_path / "run")]
+    losses = [record.get("loss") for record in records_of(tmp_path / "run")]
     assert None in losses
     assert any(loss is not None for loss in losses)
 

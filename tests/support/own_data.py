@@ -30,10 +30,16 @@ class Masked:
                 labels[:4] = -1
         elif self.kind == "second half":  # all of the second cp rank
             labels[: SEQUENCE // 2] = -1
+        elif self.kind == "first":
+            labels[1:] = -1
         elif self.kind == "one":  # at a token whose prediction further is on the first cp rank
             labels[: SEQUENCE // 4] = -1
             labels[SEQUENCE // 4 + 1 :] = -1
-        elif self.kind == "empty" or (self.kind == "gaps" and number // 8 % 2 == 1):
+        elif (
+            self.kind == "empty"
+            or (self.kind == "gaps" and number // 8 % 2 == 1)
+            or (self.kind == "rims" and number // 8 % 2 == 0)
+        ):
             labels[:] = -1
         return Sample(tokens=tokens[:-1], labels=labels)
 
@@ -50,8 +56,16 @@ def one(_config: Any) -> Any:
     return Masked("one"), {"held out": Masked("one")}
 
 
+def first(_config: Any) -> Any:
+    return Masked("first"), {"held out": Masked("uneven")}
+
+
 def gaps(_config: Any) -> Any:
     return Masked("gaps"), {"held out": Masked("uneven"), "nothing": Masked("empty")}
+
+
+def rims(_config: Any) -> Any:
+    return Masked("rims"), {"nothing": Masked("empty")}
 
 
 def per_token(logits: torch.Tensor, batch: Microbatch, context: LossContext) -> torch.Tensor:

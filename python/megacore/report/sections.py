@@ -353,7 +353,7 @@ def _skipped_tile(run: RunFiles) -> str:
 
 def _not_finite_note(run: RunFiles) -> str:
     """Describe the steps that are missing in the curve."""
-    gaps = [record["step"] for record in run.metrics if not is_finite(record.get("loss"))]
+    gaps = [r["step"] for r in run.metrics if "loss" in r and not is_finite(r["loss"])]
     if not gaps:
         return ""
     steps = "1 step" if len(gaps) == 1 else f"{len(gaps):,} steps"

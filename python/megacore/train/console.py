@@ -27,7 +27,7 @@ class RunSummary:
     """Contents of the end summary.
 
     Attributes:
-        loss: Training loss at the end.
+        loss: Last training loss of this start; ``None`` if no label of its steps counted.
         validation_loss: Last validation loss, if there was one.
         unigram_entropy: Unigram entropy of the training text, nats per token.
         tokens_per_s: Average over the run.
@@ -36,7 +36,7 @@ class RunSummary:
         files: Output files by name: ``{"report": path, ...}``.
     """
 
-    loss: float
+    loss: float | None
     validation_loss: float | None
     unigram_entropy: float
     tokens_per_s: float
@@ -80,7 +80,7 @@ class Console:
         self._every = every or max(1, (steps - first_step) // 20)
         self._started = time.monotonic()
         self._num_skipped: int | None = None
-        self._losses: list[float] = []
+        self._losses: list[tuple[int, float]] = []  # with the numbers of their steps
 
     @property
     def is_live(self) -> bool:
@@ -119,7 +119,8 @@ class Console:
         """Show one finished step."""
         if self._silent:
             return
-        self._losses.append(record.loss)
+        if record.loss is not None:
+            self._losses.append((record.step, record.loss))
         self._report_skips(record)
         if self._progress is not None:
             self._show_live(record)
@@ -139,7 +140,7 @@ class Console:
             return
         self._rich.print()
         rows = [("loss", self._loss_text(summary))]
-        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        finite = [loss for _, loss in self._losses if math.isfinite(loss)]
         if finite and self._rich.encoding.startswith("utf"):
             rows.append(("", f"{finite[0]:.2f} {sparkline(finite)} {finite[-1]:.2f}"))
         if summary.validation_loss is not None:
@@ -153,12 +154,14 @@ class Console:
         self._table(rows)
 
     def _loss_text(self, summary: RunSummary) -> str:
+        if summary.loss is None:
+            return "none, because no label counted"
         if math.isfinite(summary.loss):
             gap = summary.unigram_entropy - summary.loss
             versus = f"{abs(gap):.3f} {'below' if gap > 0 else 'above'} the unigram entropy"
             return f"{summary.loss:.4f} nats per token, {versus}"
-        finite = [k for k, loss in enumerate(self._losses) if math.isfinite(loss)]
-        since = self._first_step + (finite[-1] + 2 if finite else 1)
+        finite = [k for k, (_, loss) in enumerate(self._losses) if math.isfinite(loss)]
+        since, _ = self._losses[finite[-1] + 1 if finite else 0]
         return f"not finite since step {since:,}"
 
     def __enter__(self) -> Self:
@@ -211,7 +214,9 @@ class Console:
 
     def _report_skips(self, record: StepRecord) -> None:
         before = record.num_skipped if self._num_skipped is None else self._num_skipped
-        first_was_skipped = self._num_skipped is None and not math.isfinite(record.grad_norm)
+        norm = record.grad_norm
+        is_bad = norm is not None and not math.isfinite(norm)
+        first_was_skipped = self._num_skipped is None and is_bad
         if record.num_skipped > before or first_was_skipped:
             self._line(
                 f"step {record.step:,}: the gradient is not finite, so the update was skipped "

@@ -174,6 +174,7 @@ class _Run:
         self._validation_loss: float | None = None
         self._has_noted_empty = False
         self._last: StepRecord | None = None
+        self._last_loss: float | None = None
         self._tokens = self._seconds = 0.0
         self._step_times_s: list[float] = []
         self._recorder: ActionRecorder | None = None
@@ -244,8 +245,9 @@ class _Run:
                 step, self._config.train.eval_interval, is_last=is_last
             ):
                 found = self._trainer.evaluate()
-                losses = {name: each.loss for name, each in found.items()}
-                self._validation_loss = self._trainer.mean_validation_loss(found)
+                losses = {name: each.loss for name, each in found.items() if each.num_labels > 0}
+                if losses:
+                    self._validation_loss = self._trainer.mean_validation_loss(found)
                 self._note_empty(found)
             self._write(record := self._record(step, metrics, losses))
             for callback in self._callbacks:
@@ -274,7 +276,7 @@ class _Run:
                 self._save()
             if (failure := self._saver.finish()) is not None:
                 self._note_failure(failure)
-            if self._last is not None and math.isfinite(self._last.loss):
+            if self._last is not None and math.isfinite(self._last.loss or 0.0):
                 self._saver.remove_old(self._saved_step)
         for callback in self._callbacks:
             callback.on_end()
@@ -380,19 +382,20 @@ class _Run:
     ) -> StepRecord:
         train = self._config.train
         interval, is_last = self._config.debug.load_interval, step + 1 == train.steps
+        has_labels, has_sets = metrics.num_labels > 0, len(self._trainer.data.validation) > 1
         return StepRecord(
             step=step + 1,
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
+            loss=metrics.loss if has_labels else None,
+            grad_norm=metrics.grad_norm if has_labels else None,
             lr=self._trainer.learning_rate(step),
             step_time_s=metrics.step_time_s,
             num_skipped=metrics.num_skipped,
             samples=self._samples_after(step + 1),
             validation_loss=self._validation_loss if validation_losses else None,
-            validation_losses=validation_losses if len(validation_losses) > 1 else {},
+            validation_losses=validation_losses if has_sets else {},
             epochs=self._trainer.data.train.epochs(self._samples_after(step + 1)),
             experts=metrics.experts,
-            mtp_losses=metrics.mtp_losses,
+            mtp_losses=metrics.mtp_losses if has_labels else (),
             with_load=interval > 0 and (step % interval == 0 or is_last),
             **self._watch.measure(step, metrics),
         )
@@ -403,6 +406,7 @@ class _Run:
             with self._files.guard("run.json"):
                 write_info(self._dir, self._info(wall_time_s=None))
         self._last = record
+        self._last_loss = self._last_loss if record.loss is None else record.loss
         self._seconds += record.step_time_s
         self._step_times_s.append(record.step_time_s)
         self._tokens += record.tokens_per_s * record.step_time_s
@@ -477,7 +481,7 @@ class _Run:
 
     def _summary(self, last: StepRecord, wall_time_s: float, files: dict[str, Path]) -> RunSummary:
         return RunSummary(
-            loss=last.loss,
+            loss=self._last_loss,
             validation_loss=self._validation_loss,
             unigram_entropy=self._trainer.data.unigram_entropy,
             tokens_per_s=self._tokens / self._seconds,

@@ -277,6 +277,9 @@ class MTPLossMeter:
         return total.flatten()
 
     def losses(self, sums: Tensor) -> tuple[float, ...]:
-        """Compute each depth's mean loss from the summed :meth:`extra`, nats per token."""
+        """Compute each depth's mean loss from the summed :meth:`extra`, nats per token.
+
+        NaN for a depth that predicted no token.
+        """
         totals, counts = sums.view(2, -1)
-        return tuple((totals / counts.clamp(min=1)).tolist())
+        return tuple((totals / counts).tolist())

@@ -62,9 +62,9 @@ class StepRecord:
     """
 
     step: int
-    loss: float = _metric(
+    loss: float | None = _metric(
         "train",
-        "training loss averaged over the global batch",
+        "training loss averaged over the global batch; none without a label that counts",
         unit="nats/token",
         megatron="lm loss",
         torchtitan="loss_metrics/global_avg_loss",
@@ -77,9 +77,9 @@ class StepRecord:
         torchtitan="lr/AdamW",
         console="lr {:.2e}",
     )
-    grad_norm: float = _metric(
+    grad_norm: float | None = _metric(
         "train",
-        "norm of the averaged gradient before clipping",
+        "norm of the averaged gradient before clipping; none without a label that counts",
         megatron="grad-norm",
         torchtitan="grad_norm",
         console="grad {:.2f}",

@@ -53,7 +53,8 @@ class StepMetrics:
         num_skipped: Steps skipped so far because of a non-finite gradient.
         step_time_s: Wall time of the step on this rank, seconds.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
-        mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token.
+        mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token; NaN
+            for a depth that predicted none.
         votes: Sum over all ranks of the votes for this step.
         reports: Numbers that the ranks reported before this step: (world size, NUM_REPORTS).
         phases: Seconds of this rank by phase: ``data``, ``passes`` (of which ``pipeline_wait``),

@@ -461,6 +461,15 @@ def test_a_diverged_run_says_since_when(tmp_path: Path) -> None:
     assert "below unigram" not in visible
 
 
+def test_steps_without_labels_are_not_a_divergence(tmp_path: Path) -> None:
+    records = [_record(step) for step in range(10)]
+    for record in records[1::2]:
+        del record["loss"], record["grad_norm"]
+    visible = _page(_run_dir(tmp_path / "run", records)).visible
+    assert "not finite" not in visible
+    assert "Loss, last 5 steps" in visible
+
+
 def test_a_resumed_run_does_not_mix_its_time_with_the_steps_before(run_dir: Path) -> None:
     visible = _page(run_dir).visible
     assert "Wall time 1 min 48 s this run, 100 steps" in visible

@@ -43,7 +43,7 @@ def _start(console: Console, info: RunInfo = INFO) -> None:
     )
 
 
-def _record(step: int, **changes: float) -> StepRecord:
+def _record(step: int, **changes: float | None) -> StepRecord:
     values = {
         "step": step + 1,
         "loss": 5.0 - step / 20,
@@ -119,6 +119,36 @@ def test_a_diverged_run_says_since_when() -> None:
     assert "validation  loss not finite" in summary
     assert "nan" not in summary
     assert "above" not in summary
+
+
+def test_steps_without_labels_are_not_a_divergence() -> None:
+    console, file = _plain(first_step=10)
+    with console:
+        console.step(_record(10, loss=None, grad_norm=None))
+        console.step(_record(11, loss=4.0))
+        console.step(_record(12, loss=None, grad_norm=None))
+        console.finish(replace(SUMMARY, loss=4.0))
+    assert "not finite" not in file.getvalue()
+    assert "nan" not in file.getvalue()
+    assert "loss        4.0000 nats per token" in file.getvalue()
+
+
+def test_a_divergence_after_steps_without_labels_has_its_own_step() -> None:
+    console, file = _plain(first_step=10)
+    with console:
+        for step, loss in enumerate((4.0, None, math.nan, None), start=10):
+            console.step(_record(step, loss=loss))
+        console.finish(replace(SUMMARY, loss=math.nan))
+    number = _record(12, loss=math.nan).step
+    assert f"loss        not finite since step {number}" in file.getvalue()
+
+
+def test_a_run_without_any_label_has_no_loss() -> None:
+    console, file = _plain(first_step=10)
+    with console:
+        console.step(_record(10, loss=None, grad_norm=None))
+        console.finish(replace(SUMMARY, loss=None, validation_loss=None))
+    assert "loss     none, because no label counted" in file.getvalue()
 
 
 def test_the_start_table_says_what_will_happen() -> None:
