@@ -67,6 +67,17 @@ def test_every_layout_has_the_losses_of_one_process(layout: str, kind: str, mean
         assert result == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", representatives(LAYOUTS, ["tp2 cp2 sp"]))
+def test_the_loss_of_the_docs_has_the_losses_of_one_process(layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    changes = {"train.loss": "tests.support.own_data:spread"}
+    alone = train(0, 1, "one", changes)
+    assert abs(alone[0] - train(0, 1, "one", {})[0]) > 1e-2, "the penalty must matter"
+    for result in run_ranks(world_size, train, world_size, "one", {**changes, **parallel}):
+        assert result == pytest.approx(alone, rel=1e-5)
+
+
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [value.clone() for piece in trainer.pieces() for value in piece.tensors.values()]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacore.api import LossContext, Microbatch, Sample, token_loss
+from megacore.api import LossContext, Microbatch, Sample, reduce_from_group, token_loss
 
 SEQUENCE = 16
 
@@ -66,6 +66,14 @@ def gaps(_config: Any) -> Any:
 
 def rims(_config: Any) -> Any:
     return Masked("rims"), {"nothing": Masked("empty")}
+
+
+def spread(logits: torch.Tensor, batch: Microbatch, context: LossContext) -> torch.Tensor:
+    """The loss of docs/own-model.md, with a heavy penalty."""
+    squares = reduce_from_group(logits.float().square().sum(-1), context.region.group)
+    counts = context.labels(batch) >= 0
+    penalty = (squares * counts).sum() / (counts.sum().clamp(min=1) * context.vocab)
+    return token_loss(logits, batch, context) + 10.0 * penalty
 
 
 def per_token(logits: torch.Tensor, batch: Microbatch, context: LossContext) -> torch.Tensor:
