@@ -288,6 +288,41 @@ def test_architectures_have_the_losses_of_one_process(architecture: str, layout:
     assert whole[0] != train_whole()[0], "the setting must have an effect"
 
 
+MASKED = {"data.factory": "tests.support.own_data:answers"}
+MEANS: dict[str, dict[str, Any]] = {
+    "token": MASKED,
+    "microbatch": {**MASKED, "train.loss_normalization": "microbatch"},
+}
+
+
+@cache
+def train_masked(mean: str) -> tuple[list[float], list[float]]:
+    """Train on samples with few labels that count, in this process."""
+    return train(0, 1, MEANS[mean])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("mean", "layout"),
+    representatives(
+        [(mean, layout) for mean in MEANS for layout in LAYOUTS],
+        [
+            ("token", "tp2 cp2 sequence parallel"),
+            ("token", "pp2 dp2 zb_v, overlapped"),
+            ("microbatch", "cp4 ring"),
+            ("microbatch", "pp2 with 2 chunks"),
+        ],
+    ),
+)
+def test_masked_labels_count_the_same_in_every_layout(mean: str, layout: str) -> None:
+    world_size, changes = LAYOUTS[layout]
+    losses, grad_norms = train_on_ranks(world_size, {**MEANS[mean], **changes})
+    whole = train_masked(mean)
+    assert losses == pytest.approx(whole[0], rel=1e-5)
+    assert grad_norms == pytest.approx(whole[1], rel=1e-5)
+    assert losses[STEPS - 1] < losses[0] - 0.5, "the model must have learnt something"
+
+
 @pytest.mark.dist
 def test_a_pipeline_changes_no_bit() -> None:
     # A tied embedding and the clipping norm are sums over ranks: another order than in one process.

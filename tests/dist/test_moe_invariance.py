@@ -134,6 +134,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.num_kv_heads": 4,
         "model.dropout": 0.1,
     },
+    "masked": {
+        "data.factory": "tests.support.own_data:answers",
+        "moe.aux_loss_coef": 0.1,
+        "moe.z_loss_coef": 1e-2,
+    },
 }
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -202,6 +207,17 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "other router, pp2 tp2 sp static": ("sigmoid", 4, {**PP2, **TP2, **SP, **STATIC}),
     "other router, cp2 dp2 ep4": ("sigmoid", 4, {"parallel.cp": 2, "parallel.ep": 4}),
+    "masked, cp2 ring ep2 static": (
+        "masked",
+        2,
+        {"parallel.cp": 2, "parallel.cp_comm": "ring", **EP2, **STATIC},
+    ),
+    "masked, tp2 sp etp1 ep2 pp2": ("masked", 4, {**TP2, **SP, **ETP1, **EP2, **PP2}),
+    "masked, tp2 cp2 sp etp1 ep4": (
+        "masked",
+        4,
+        {**TP2, "parallel.cp": 2, **SP, **ETP1, "parallel.ep": 4},
+    ),
 }
 
 # One of every axis, dispatcher, kind of schedule and router.
@@ -216,6 +232,8 @@ REPRESENTATIVES = (
     "pp2 ep2, weight gradients apart",
     "pp2, a V",
     "other router, ep2",
+    "masked, cp2 ring ep2 static",
+    "masked, tp2 sp etp1 ep2 pp2",
 )
 
 

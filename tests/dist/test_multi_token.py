@@ -29,6 +29,7 @@ pytestmark = pytest.mark.dist
 STEPS = 20
 MTP = {"model.num_mtp_layers": 2, "model.mtp_loss_coef": 0.5, "moe.layer_pattern": "d(de)"}
 UNTIED = {**MTP, "model.tie_embeddings": False, "model.dropout": 0.1}
+MASKED = {**MTP, "data.factory": "tests.support.own_data:answers"}
 PP4 = {"parallel.pp": 4}
 INTERLEAVED = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
@@ -63,14 +64,37 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**PP2, "pipeline.schedule": "zb_v", "pipeline.layout": "Et|ttt|mm|L"},
     ),
     "cp2 dp2": ("untied", 4, {"parallel.cp": 2}),
+    "masked, cp2 ring ep2": (
+        "masked",
+        2,
+        {"parallel.cp": 2, "parallel.cp_comm": "ring", **EP2},
+    ),
+    "masked, tp2 sp cp2, means of microbatches": (
+        "masked by microbatch",
+        4,
+        {**TP2, **SP, "parallel.cp": 2, "optimizer.overlap": "all"},
+    ),
+    "masked, pp2 cp2": (
+        "masked",
+        4,
+        {**PP2, "parallel.cp": 2, "pipeline.layout": "Et|ttt|mm|L", "pipeline.schedule": "zb_v"},
+    ),
+    "masked, pp2 ep2, means of microbatches": ("masked by microbatch", 4, {**PP2, **EP2}),
 }
 REPRESENTATIVES = (
     "cp2 ep2, mean over tokens",
     "pp2",
     "pp4, three copies of the embedding",
     "pp2, a V",
+    "masked, cp2 ring ep2",
+    "masked, tp2 sp cp2, means of microbatches",
 )
-MODELS = {"tied": MTP, "untied": UNTIED}
+MODELS = {
+    "tied": MTP,
+    "untied": UNTIED,
+    "masked": MASKED,
+    "masked by microbatch": {**MASKED, "train.loss_normalization": "microbatch"},
+}
 
 
 def train(_rank: int, world_size: int, changes: dict[str, Any]) -> Any:

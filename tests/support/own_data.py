@@ -30,6 +30,12 @@ class Masked:
                 labels[:4] = -1
         elif self.kind == "second half":  # all of the second cp rank
             labels[: SEQUENCE // 2] = -1
+        elif self.kind == "answers":  # spans of few different tokens, none in some samples
+            tokens %= 8
+            begin, end = np.sort(random.randint(0, SEQUENCE + 1, size=2))
+            labels = tokens[1:].copy()
+            labels[:begin] = -1
+            labels[end:] = -1
         elif self.kind == "first":
             labels[1:] = -1
         elif self.kind == "one":  # at a token whose prediction further is on the first cp rank
@@ -62,6 +68,10 @@ def first(_config: Any) -> Any:
 
 def gaps(_config: Any) -> Any:
     return Masked("gaps"), {"held out": Masked("uneven"), "nothing": Masked("empty")}
+
+
+def answers(_config: Any) -> Any:
+    return Masked("answers"), {"held out": Masked("answers")}
 
 
 def rims(_config: Any) -> Any:
