@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -20,8 +21,9 @@ from megatrain.files import read_ahead
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+_ADAPTER_NAME = "adapter_config.json"
 INDEX_NAME = "model.safetensors.index.json"
-_BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 24
 # Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
 _BLOCK_NUMEL = 1 << 18
 _TRAINED = ("F32", "BF16", "F16")
@@ -47,7 +49,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise MegacoreError(f"{folder} {found}; name the folder that holds config.json")
-    return read_object(folder / CONFIG_NAME)
+    if is_model_folder(folder):
+        return read_object(folder / CONFIG_NAME)
+    raise MegacoreError(f"{folder} has no config.json; name the folder that holds it")
+
+
+def is_model_folder(path: Path) -> bool:
+    """Check whether a path is a folder of Hugging Face with a model.
+
+    Raises:
+        MegacoreError: If it is the folder of an adapter.
+    """
+    adapter = path / _ADAPTER_NAME
+    if not adapter.is_file():
+        return (path / CONFIG_NAME).is_file()
+    content = read_object(adapter)
+    kind = content.get("peft_type") or "PEFT"
+    base = content.get("base_model_name_or_path") or "an unknown model"
+    raise MegacoreError(
+        f"{path} is a {kind} adapter of {base}; merge it into that model first (merge_and_unload "
+        "and save_pretrained of the peft package), and name the merged folder"
+    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -77,9 +99,14 @@ class TensorFiles:
         folder: Folder with the files listed in ``model.safetensors.index.json``, else
             ``model.safetensors``, else all ``*.safetensors``.
 
+    Attributes:
+        formats: Supported number formats by their name in the files.
+
     Raises:
         MegacoreError: If a file is missing, unreadable or contradicts another one.
     """
+
+    formats: Mapping[str, torch.dtype] = DTYPES
 
     def __init__(self, folder: Path) -> None:
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
@@ -116,8 +143,11 @@ class TensorFiles:
         Raises:
             MegacoreError: If it is not supported.
         """
+        return self._stored_dtype(name)
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
         path, _, entry = self._entry(name)
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = self.formats.get(entry["dtype"])
         if dtype is None:
             raise MegacoreError(
                 f"tensor {name} in {path} must have one of the dtypes {', '.join(DTYPES)}, got "
@@ -140,7 +170,7 @@ class TensorFiles:
         Raises:
             MegacoreError: If its file cannot be read, or it has an unsupported dtype.
         """
-        dtype = self.dtype_of(name)
+        dtype = self._stored_dtype(name)
         path, start, entry = self._entry(name)
         shape, begin = entry["shape"], start + entry["data_offsets"][0]
         ends = [ranges.get(dim, (0, size)) for dim, size in enumerate(shape)]
@@ -155,7 +185,7 @@ class TensorFiles:
             return into.copy_(self.part(name, {}))
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         first, stop = ends[0]
-        step = max(1, _BLOCK_BYTES // row_bytes)
+        step = max(1, BLOCK_BYTES // row_bytes)
         for at in range(first, stop, step):
             block = torch.empty([min(step, stop - at), *shape[1:]], dtype=dtype)
             _read_bytes(path, begin + at * row_bytes, block)
@@ -174,7 +204,7 @@ class TensorFiles:
         Raises:
             MegacoreError: As `part`.
         """
-        dtype = self.dtype_of(name)
+        dtype = self._stored_dtype(name)
         path, start, entry = self._entry(name)
         begin = start + entry["data_offsets"][0] + first * dtype.itemsize
         values = into if into.dtype == dtype else torch.empty(into.shape, dtype=dtype)
@@ -207,12 +237,11 @@ class TensorFiles:
             Values in float64 are rounded to float32 at an import.
         """
         default = dtype_name(self.dtype())
-        found = {name: DTYPES.get(self._entry(name)[2]["dtype"]) for name in self._files}
-        named = {
-            name: dtype_name(torch.float32 if dtype == torch.float64 else dtype)
-            for name, dtype in found.items()
-            if dtype is not None
-        }
+        named = {}
+        for name in self.keys():
+            with contextlib.suppress(MegacoreError):  # a tensor that no model can use
+                dtype = self.dtype_of(name)
+                named[name] = dtype_name(torch.float32 if dtype == torch.float64 else dtype)
         return {
             "default": default,
             "tensors": {name: dtype for name, dtype in named.items() if dtype != default},

@@ -45,7 +45,7 @@ ENGINE_LAYERS = [
 TRAINER_LAYERS = [
     {"daemon", "files", "routing_trace"},
     {"config", "hang", "hf_folder", "view"},
-    {"launch", "models"},
+    {"hf_quantized", "launch", "models"},
     {"data", "report"},
     {"checkpoint", "plan"},
     {"hf"},

@@ -19,10 +19,10 @@ from megatrain.data.loading import TrainingData
 from megatrain.data.tokenizer import special_tokens_of
 from megatrain.hf_folder import (
     CONFIG_NAME,
-    TensorFiles,
     json_text,
     read_object,
 )
+from megatrain.hf_quantized import open_tensors
 
 FOLDER_NAME = "hf_files"
 GENERATION_NAME = "generation_config.json"
@@ -78,7 +78,9 @@ def files_of_model(folder: Path) -> Files:
         name: folder / name for name in _OF_MODEL if (folder / name).is_file()
     }
     if folder.name != FOLDER_NAME and CONFIG_NAME in files:
-        files[DTYPES_NAME] = json_text(TensorFiles(folder).dtypes())
+        files[DTYPES_NAME] = json_text(
+            open_tensors(folder, read_object(folder / CONFIG_NAME)).dtypes()
+        )
     return {**files, **files_of_folder(folder)}
 
 

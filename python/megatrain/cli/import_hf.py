@@ -44,9 +44,12 @@ def run(args: argparse.Namespace) -> int:
 
     done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length)
     model = done.config.model
+    further = ""
+    if model.num_mtp_layers:
+        further = f" ({done.num_mtp_params:,} of them for multi-token prediction)"
     print(
-        f"{done.num_params:,} parameters, {model.num_layers} layers, sequence {model.seq_length}: "
-        f"{done.checkpoint}"
+        f"{done.num_params:,} parameters{further}, {model.num_layers} layers, "
+        f"sequence {model.seq_length}: {done.checkpoint}"
     )
     if done.not_finite is not None:
         print(

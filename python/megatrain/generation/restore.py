@@ -16,7 +16,7 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
 from megatrain.data import Tokenizer, load_tokenizer
 from megatrain.hf import import_hf
-from megatrain.hf_folder import CONFIG_NAME
+from megatrain.hf_folder import is_model_folder
 from megatrain.models.gpt import GPTChunk
 
 
@@ -50,7 +50,7 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         DataError: If the tokenizer cannot be read.
         MegacoreError: If the Hugging Face model cannot be imported.
     """
-    if (Path(path) / CONFIG_NAME).is_file():
+    if is_model_folder(Path(path)):
         return _restore_hf(Path(path), device)
     values, weights = load_full_weights(path)
     config = config_from_values(values, source=str(path))

@@ -30,7 +30,8 @@ from megatrain.config import (
 from megatrain.data import load_tokenizer
 from megatrain.files import describe_os_error, filled_folder
 from megatrain.hf import HFWeights, sections_from_hf, training_note
-from megatrain.hf_folder import TensorFiles, dtype_name, read_config
+from megatrain.hf.folder import open_folder
+from megatrain.hf_folder import TensorFiles, dtype_name
 
 CONFIG_NAME = "config.toml"
 
@@ -47,6 +48,7 @@ class ImportedRun:
         checkpoint: The checkpoint's folder.
         config: The settings, resolved for one process.
         num_params: Parameters of the model, without padding.
+        num_mtp_params: Those of layers for multi-token prediction.
         not_finite: A tensor of the model with a NaN or infinite value: the first that was found.
         notes: Settings that the files imply, one sentence each.
     """
@@ -55,6 +57,7 @@ class ImportedRun:
     checkpoint: Path
     config: ResolvedConfig
     num_params: int
+    num_mtp_params: int
     not_finite: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -66,8 +69,9 @@ def import_checkpoint(
 
     ``config.json``, ``generation_config.json`` and the tokenizer's files are kept in ``hf_files``.
     Nothing is written before names, shapes and dtypes
-    of all tensors have been checked. Weights keep their number format. Memory: blocks of 1 MB; for
-    parameters whose values are reordered, one parameter and its tensors.
+    of all tensors have been checked. Weights keep their number format; quantized ones become
+    bfloat16. Memory: blocks of 1 MB, 16 MB of quantized tensors; for parameters whose values are
+    reordered, one parameter and its tensors.
 
     Args:
         folder: Folder with ``config.json``, ``*.safetensors`` and optionally ``tokenizer.json``.
@@ -80,9 +84,9 @@ def import_checkpoint(
     """
     folder, out = Path(folder), Path(out)
     _check_free(out)
-    hf_config = read_config(folder)
+    opened = open_folder(folder)
+    hf_config, files = opened.config, opened.tensors
     model, moe = sections_from_hf(hf_config, seq_length=seq_length)
-    files = TensorFiles(folder)
     weights = HFWeights(files, hf_config, model, moe)
     tokenizer = folder / TOKENIZER_NAME
     has_tokenizer = tokenizer.is_file()
@@ -93,7 +97,7 @@ def import_checkpoint(
     dtype, notes = _train_dtype(files)
     settings["train"] = {"dtype": dtype}
     note = training_note(hf_config, model, moe)
-    notes += () if note is None else (note,)
+    notes = (*opened.notes, *notes, *(() if note is None else (note,)))
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
@@ -122,6 +126,7 @@ def import_checkpoint(
         checkpoint=checkpoint,
         config=config,
         num_params=weights.num_params(),
+        num_mtp_params=weights.num_params(only_mtp=True),
         not_finite=reader.not_finite,
         notes=notes,
     )

@@ -22,9 +22,10 @@ from megacore.parallel.params import ParamInfo, ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import Family
+from megatrain.hf.folder import open_folder
 from megatrain.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
 from megatrain.hf.settings import family_of, sections_from_hf
-from megatrain.hf_folder import TensorFiles, read_blocks, read_config
+from megatrain.hf_folder import TensorFiles, read_blocks
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.shape import GPTShape
 
@@ -115,10 +116,17 @@ class HFWeights:
         """Descriptions of all parameters of the model by name, including checkpointed buffers."""
         return self._infos
 
-    def num_params(self) -> int:
-        """Count the parameters and checkpointed buffers, without padding of the vocabulary."""
-        total = 0
+    def num_params(self, *, only_mtp: bool = False) -> int:
+        """Count the parameters and checkpointed buffers, without padding of the vocabulary.
+
+        Args:
+            only_mtp: Whether to count only those of layers for multi-token prediction.
+        """
+        total, first = 0, self._shape.num_layers if only_mtp else -1
         for name, (row, _) in self._rows.items():
+            layer, _ = local_name(name)
+            if (-1 if layer is None else layer) < first:
+                continue
             whole = torch.empty(self._infos[name].full_shape, device="meta")
             total += sum(part.numel() for part in row.transform.split(whole, self._shape))
         return total
@@ -303,13 +311,13 @@ class HFWeights:
         advice = ""
         if f"{first}_blocks" in self._tensors:
             advice = (
-                f", but {first}_blocks in MXFP4; save the model dequantized, in bfloat16, and "
-                "import that folder"
+                f", but {first}_blocks in MXFP4, which needs quantization_config with quant_method "
+                "mxfp4 in config.json"
             )
         if layer is not None and layer >= self._shape.num_layers:
             advice = (
-                "; if the folder has no layers for multi-token prediction, set "
-                "num_nextn_predict_layers to 0 in config.json"
+                "; if the files have no layers for multi-token prediction, set "
+                "model.num_mtp_layers to 0"
             )
         raise MegacoreError(f"there is no tensor {first}, which the model needs{advice}")
 
@@ -365,9 +373,9 @@ def import_hf(
             uses an unsupported feature.
     """
     groups = ProcessGroups.single() if groups is None else groups
-    config = read_config(Path(folder))
-    model, moe = sections_from_hf(config, seq_length=seq_length)
-    weights = HFWeights(TensorFiles(Path(folder)), config, model, moe)
+    opened = open_folder(folder)
+    model, moe = sections_from_hf(opened.config, seq_length=seq_length)
+    weights = HFWeights(opened.tensors, opened.config, model, moe)
     chunk = GPTChunk(
         model,
         layers=range(model.num_layers),

@@ -12,6 +12,7 @@ from megatrain.hf.families import FAMILIES, Family
 from megatrain.hf.fine_tuning import TRAINING_RULES
 from megatrain.hf.keys import Values
 from megatrain.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
+from megatrain.hf_quantized import quantization_of
 
 # Entries that do not change what the model computes.
 _WITHOUT_EFFECT = frozenset(
@@ -25,6 +26,7 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "model_type",
         "output_router_logits",
+        "quantization_config",
         "return_dict",
         "torch_dtype",
         "transformers_version",
@@ -82,6 +84,7 @@ def sections_from_hf(
             unsupported value.
     """
     family = family_of(config)
+    quantization_of(config)
     _check_entries(family, config)
     return _read(family, config, seq_length)
 
@@ -217,13 +220,6 @@ def _shown(value: Any) -> str:
 
 
 def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, Mapping) else method
-        raise MegacoreError(
-            f"config.json has quantization_config = {method!r}, but weights must be unquantized; "
-            "save the model dequantized, in bfloat16, and import that folder"
-        )
     for name, supported in family.fixed.items():
         value = config.get(name, supported)
         if value is not None and value != supported:

@@ -16,7 +16,8 @@ from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
 from megatrain.hf import sections_from_hf
-from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
+from megatrain.hf.folder import open_folder
+from megatrain.hf_folder import dtype_name, is_model_folder
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights
@@ -66,7 +67,7 @@ def open_source(
     """
     path, step = Path(path), None
     keys = {key for key, _ in settings}
-    if (path / CONFIG_NAME).is_file():
+    if is_model_folder(path):
         values = _hf_values(path, data, keys)
     else:
         stored = StoredWeights(path)
@@ -101,12 +102,12 @@ def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]:
-    hf_config = read_config(folder)
-    model, moe = sections_from_hf(hf_config)
+    opened = open_folder(folder)
+    model, moe = sections_from_hf(opened.config)
     values: dict[str, Any] = {
         "model": model.model_dump() | {"seq_length": min(model.seq_length, MAX_SEQ_LENGTH)},
         "moe": moe.model_dump(),
-        "train": {"dtype": str(TensorFiles(folder).dtype()).removeprefix("torch.")},
+        "train": {"dtype": dtype_name(opened.tensors.dtype())},
         "data": {},
     }
     if (folder / TOKENIZER_NAME).is_file():

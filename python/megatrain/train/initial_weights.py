@@ -15,8 +15,9 @@ from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.hf import HFWeights, sections_from_hf
+from megatrain.hf.folder import open_folder
 from megatrain.hf.settings import differences
-from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
+from megatrain.hf_folder import is_model_folder
 from megatrain.train.trainer import Trainer
 
 
@@ -41,7 +42,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
         for piece in trainer.pieces()
     ]
     notes: tuple[str, ...] = ()
-    if (path / CONFIG_NAME).is_file():
+    if is_model_folder(path):
         notes = on_every_rank(lambda: _fill_from_hf(trainer, path, pieces, groups), groups)
     else:
         load_checkpoint(path, pieces, groups=groups, config=trainer.config.model_dump())
@@ -59,17 +60,18 @@ def _fill_from_hf(
             f"checkpoint.load_weights = {folder} is a Hugging Face model, which fits megacore's "
             f'GPT only, not model.factory = "{model.factory}"; use a checkpoint of that model'
         )
-    hf_config = read_config(folder)
-    found = sections_from_hf(hf_config, seq_length=model.seq_length)
+    opened = open_folder(folder)
+    found = sections_from_hf(opened.config, seq_length=model.seq_length)
     different = differences(found, (model, moe))
     try:
-        weights = HFWeights(TensorFiles(folder), hf_config, model, moe)
+        weights = HFWeights(opened.tensors, opened.config, model, moe)
         _fill(pieces, weights, groups)
     except MegacoreError as error:
         # The cause is rather a setting than a file.
         reason = f"; it has {', '.join(different)}" if different else ""
         raise MegacoreError(f"checkpoint.load_weights = {folder}: {error}{reason}") from error
-    return tuple(f"{folder} has {text}: the run uses the latter" for text in different)
+    kept = (f"{folder} has {text}: the run uses the latter" for text in different)
+    return (*(f"{folder}: {note}" for note in opened.notes), *kept)
 
 
 def _fill(pieces: list[ParamPiece], weights: HFWeights, groups: ProcessGroups) -> None:

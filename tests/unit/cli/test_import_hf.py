@@ -279,3 +279,20 @@ def test_the_padding_row_is_that_of_transformers(
     if token != 260:  # transformers refuses it
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert theirs.get_input_embeddings().padding_idx == row
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("command", ["import-hf", "eval", "generate"])
+def test_folders_of_adapters_are_refused_by_name(
+    command: str, with_model: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    entries = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(entries))
+    if with_model:  # transformers would load the adapter too
+        save_theirs("llama", folder)
+    rest = {"import-hf": [str(tmp_path / "out")], "eval": [], "generate": ["--prompt=a"]}
+    assert main([command, str(folder), *rest[command]]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder} is a LORA adapter of org/base; merge it into that model first" in said

@@ -135,7 +135,7 @@ def test_experts_may_be_one_tensor_each() -> None:
         ({"attention_bias": True}, r"attention_bias in .* mixtral model must be False, got True"),
         (
             {"quantization_config": {"bits": 4}},
-            r"config = \{'bits': 4\}, but .* dequantized",
+            r"fp8 or mxfp4, got \{'bits': 4\}; save .* dequantized",
         ),
         ({"head_dim": 3}, r"invalid model: ModelConfig: head_dim must be a multiple of 2, got 3"),
     ],
@@ -162,12 +162,12 @@ def test_tensors_without_a_place_are_refused() -> None:
         HFWeights(tensors, config, *sections)
 
 
-def test_quantized_experts_are_refused_with_the_remedy() -> None:
+def test_quantized_experts_without_an_entry_are_refused_with_the_remedy() -> None:
     theirs = make_theirs("gpt-oss")
     tensors, config = dict(theirs.state_dict()), theirs.config.to_dict()
     name = "model.layers.0.mlp.experts.gate_up_proj"
     tensors[f"{name}_blocks"] = tensors.pop(name)
-    with pytest.raises(MegacoreError, match=rf"no tensor {name}, .* MXFP4; save .* dequantized"):
+    with pytest.raises(MegacoreError, match=rf"no tensor {name}, .* MXFP4, .* quant_method"):
         HFWeights(tensors, config, *sections_from_hf(config))
 
 
