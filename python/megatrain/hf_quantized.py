@@ -123,18 +123,27 @@ class QuantizedFiles(TensorFiles):
         stored = set(super().keys())
         self._hidden: set[str] = set()
         self._quantized: set[str] = set()
-        if quantization.method == MXFP4:
-            names = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
-            self._quantized = {name for name in names if name + _SCALES in stored}
+        self._method = quantization.method
+        self._is_mxfp4 = self._method == MXFP4
+        if self._is_mxfp4:
+            self._quantized = {
+                name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)
+            }
             self._hidden = {name + end for name in self._quantized for end in (_BLOCKS, _SCALES)}
         else:
             self._quantized = {name for name in stored if name + _SCALE_INV in stored}
             self._hidden = {name + _SCALE_INV for name in self._quantized}
             # Scales of activations have no effect on products in bfloat16.
             self._hidden |= {name for name in stored if name.endswith(_ACTIVATION_SCALE)}
-        self._is_mxfp4 = quantization.method == MXFP4
         for name in sorted(self._quantized):
             self._check(name)
+
+    def note(self) -> str:
+        """Describe what is dequantized, in one sentence."""
+        count = len(self._quantized)
+        if count == 1:
+            return f"1 tensor in {self._method} was read as bfloat16"
+        return f"{count:,} tensors in {self._method} were read as bfloat16"
 
     def keys(self) -> list[str]:
         """Return the names of all tensors, without scales."""
@@ -166,8 +175,9 @@ class QuantizedFiles(TensorFiles):
         dtype = self._stored_dtype(name)
         if dtype not in DTYPES.values():
             raise MegacoreError(
-                f"tensor {name} has the dtype {dtype_name(dtype)}, but no scales beside it; save "
-                "the model dequantized, in bfloat16, and import that folder"
+                f"tensor {name} has the dtype {dtype_name(dtype)}, but no scales of quant_method "
+                f"{self._method} beside it; save the model dequantized, in bfloat16, and import "
+                "that folder"
             )
         return dtype
 
@@ -206,6 +216,8 @@ class QuantizedFiles(TensorFiles):
         stored, scales = name, name + _SCALE_INV
         if self._is_mxfp4:
             stored, scales = name + _BLOCKS, name + _SCALES
+        if not super().__contains__(scales):
+            raise MegacoreError(f"there is no tensor {scales} for {stored}; copy the files again")
         found = super().shape(stored)
         dtypes = (self._stored_dtype(stored), self._stored_dtype(scales))
         if self._is_mxfp4:

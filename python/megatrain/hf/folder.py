@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.hf.settings import sections_from_hf
 from megatrain.hf_folder import TensorFiles, read_config
-from megatrain.hf_quantized import open_tensors, quantization_of
+from megatrain.hf_quantized import QuantizedFiles, open_tensors
 
 MTP_ENTRY = "num_nextn_predict_layers"
 
@@ -38,13 +38,8 @@ def open_folder(folder: str | Path) -> ModelFolder:
     folder = Path(folder)
     config = read_config(folder)
     sections_from_hf(config)  # an unsupported model is refused whether or not there are weights
-    quantization = quantization_of(config)
     tensors = open_tensors(folder, config)
-    notes = []
-    if quantization is not None:
-        notes.append(
-            f"the weights are quantized ({quantization.method}); they are dequantized to bfloat16"
-        )
+    notes = [tensors.note()] if isinstance(tensors, QuantizedFiles) else []
     number, first = config.get(MTP_ENTRY), config.get("num_hidden_layers")
     if isinstance(number, int) and isinstance(first, int) and number > 0:
         prefixes = tuple(f"model.layers.{first + index}." for index in range(number))

@@ -105,6 +105,8 @@ class HFWeights:
             name for name in set(tensors.keys()) - used if not name.endswith("rotary_emb.inv_freq")
         )
         if left:
+            for name in sorted(used):
+                _dtype_of(tensors, name)  # the others may be scales of an unsupported format
             raise MegacoreError(
                 f"{len(left)} tensor{'s have' if len(left) > 1 else ' has'} no place in a "
                 f"{family.model_type} model of megacore: "

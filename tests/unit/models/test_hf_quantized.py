@@ -90,10 +90,14 @@ def test_parts_and_elements_are_those_of_the_whole(
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_import_has_the_values_of_transformers_in_bfloat16(name: str, tmp_path: Path) -> None:
-    expected = dequantized(save_quantized(name, tmp_path / "theirs"), tmp_path / "theirs")
+    wanted = save_quantized(name, tmp_path / "theirs")
+    expected = dequantized(wanted, tmp_path / "theirs")
     done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert done.config.train.dtype == "bfloat16"
-    assert any("dequantized to bfloat16" in note for note in done.notes)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors").keys()
+    number = sum(key.endswith(("_scale_inv", "_scales")) for key in stored)
+    method = "mxfp4" if name == "gpt-oss" else "fp8"
+    assert f"{number} tensors in {method} were read as bfloat16" in done.notes
     _, found = load_full_weights(tmp_path / "ours")
     assert found.keys() == expected.infos.keys()
     for key, value in found.items():
@@ -196,11 +200,57 @@ def test_tensors_that_contradict_the_format_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name].float(), f"{name}_scale_inv": scale}, file)
     with pytest.raises(MegacoreError, match=rf"{name} with .* must be a float8_e4m3fn matrix"):
         import_hf(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MegacoreError, match=r"weight_scale_inv"):
+    other = {key.replace("_scale_inv", "_scale"): value for key, value in tensors.items()}
+    save_file(other, file)
+    with pytest.raises(MegacoreError, match=r"no scales of quant_method fp8 beside it; save"):
         import_hf(tmp_path)
+    set_quantization(tmp_path, {"quant_method": "mxfp4"})
+    with pytest.raises(MegacoreError, match=r"no scales of quant_method mxfp4 beside it; save"):
+        import_hf(tmp_path)
+    set_quantization(tmp_path, None)
+    with pytest.raises(MegacoreError, match=r"must have one of the dtypes .* got F8_E4M3; convert"):
+        import_hf(tmp_path)
+
+
+def set_quantization(folder: Path, entry: dict[str, Any] | None) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": entry}
+    path.write_text(json.dumps(config))
+
+
+def test_experts_that_contradict_the_format_are_refused(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(file)
+    scales = tensors.pop(f"{name}_scales")
+    save_file(tensors, file)
+    with pytest.raises(MegacoreError, match=rf"no tensor {name}_scales for {name}_blocks; copy"):
+        import_hf(tmp_path)
+    save_file({**tensors, f"{name}_scales": scales[:, 1:].contiguous()}, file)
+    with pytest.raises(MegacoreError, match=rf"{name}_scales must have shape \(4, 64, 3\)"):
+        import_hf(tmp_path)
+    save_file({**tensors, f"{name}_scales": scales.float()}, file)
+    with pytest.raises(MegacoreError, match=rf"{name}_blocks with .* must be MXFP4 of \(E, O, G"):
+        import_hf(tmp_path)
+    blocks = tensors.pop(f"{name}_blocks")
+    save_file({**tensors, f"{name}_scales": scales}, file)
+    with pytest.raises(MegacoreError, match=rf"there is no tensor {name}, which the model needs"):
+        import_hf(tmp_path)
+    smaller = {f"{name}_blocks": blocks[:, 1:], f"{name}_scales": scales[:, 1:]}
+    save_file({**tensors, **{key: value.contiguous() for key, value in smaller.items()}}, file)
+    with pytest.raises(MegacoreError, match=rf"{name} must have shape \(4, 96, 64\) .* 63\)"):
+        import_hf(tmp_path)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(MegacoreError, match=rf"cannot read {file}: .* not fully covered"):
+        import_hf(tmp_path)
+
+
+def test_weights_in_bfloat16_beside_an_entry_are_read_as_they_are(tmp_path: Path) -> None:
+    wanted = save_fp8("qwen3", tmp_path)
+    save_file(wanted, tmp_path / "model.safetensors")
+    opened = open_folder(tmp_path)
+    assert opened.notes == ("0 tensors in fp8 were read as bfloat16",)
+    assert all(same_bits(opened.tensors[key], value) for key, value in wanted.items())
 
 
 def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
