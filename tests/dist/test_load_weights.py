@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megacore.errors import CheckpointError, MegacoreError
 from megatrain.checkpoint import TrainState, load_full_weights, save_checkpoint
+from megatrain.hf import sections_from_hf
 from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.hf.import_checkpoint import import_checkpoint
+from megatrain.hf_folder import read_config
 from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.trainer import Trainer, build_trainer
 from tests.support.configs import FOUR_LAYERS, changed_config
 from tests.support.distributed import run_ranks
+from tests.support.hf_quantized import save_fp8, save_mxfp4
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {**FOUR_LAYERS, "tie_embeddings": False},
@@ -112,3 +117,38 @@ def test_weights_of_another_model_are_refused_with_the_setting_that_differs(
     assert "model.rope_base = 10000.0 instead of 500.0: the run uses the latter" in note
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_initial_weights(other, tmp_path / "nowhere")
+
+
+def parts_differ(_rank: int, world_size: int, changes: dict[str, Any], folders: list[Path]) -> int:
+    """Number of this rank's parts with other values from the second folder than from the first."""
+    model, moe = sections_from_hf(read_config(folders[0]))
+    base = {"model": model.model_dump(), "moe": moe.model_dump(), "train": BASE["train"]}
+    config = changed_config(world_size, base, changes)
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    found = []
+    for folder in folders:
+        load_initial_weights(trainer, folder)
+        found.append([piece.tensors["main_param"].clone() for piece in trainer.pieces()])
+    assert any(part.count_nonzero() for part in found[0])
+    return sum(not torch.equal(*parts) for parts in zip(*found, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+def test_ranks_get_their_parts_of_quantized_weights(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantized.mkdir()
+    plain.mkdir()
+    wanted = save_mxfp4(quantized) if name == "gpt-oss" else save_fp8(name, quantized)
+    save_file(wanted, plain / "model.safetensors")
+    config = read_config(quantized)
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    for world_size, sizes in {
+        2: {"tp": 2, "etp": 1, "ep": 2},
+        4: {"tp": 2, "etp": 2, "ep": 2},
+    }.items():
+        changes = {f"parallel.{key}": value for key, value in sizes.items()}
+        found = run_ranks(world_size, parts_differ, world_size, changes, [plain, quantized])
+        assert found == [0] * world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain.generation.restore import restore_model
 from megatrain.hf import import_hf, sections_from_hf
 from megatrain.train.trainer import build_trainer
 from tests.support.hf_models import save_theirs
+from tests.support.hf_quantized import save_fp8, save_mxfp4
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -57,14 +59,19 @@ def make_folder(name: str, folder: Path, *, tokenizer: bool = True) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     model.save_pretrained(folder)
     if tokenizer:
-        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        made = tokenizers.Tokenizer(
-            tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
-        )
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = tokenizers.decoders.ByteLevel()
-        made.save(str(folder / "tokenizer.json"))
+        save_tokenizer(folder)
     return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One of 256 bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -296,3 +303,41 @@ def test_folders_of_adapters_are_refused_by_name(
     assert main([command, str(folder), *rest[command]]) == 2
     said = capsys.readouterr().err
     assert f"{folder} is a LORA adapter of org/base; merge it into that model first" in said
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])
+def test_a_quantized_folder_is_the_dequantized_one(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantized.mkdir()
+    wanted = save_mxfp4(quantized) if name == "gpt-oss" else save_fp8(name, quantized)
+    save_tokenizer(quantized)
+    shutil.copytree(quantized, plain)
+    save_file(wanted, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = (f"--data={tmp_path / 'text.txt'}", "--json", "--model.seq_length=16")
+    found: dict[Path, list[Any]] = {quantized: [], plain: []}
+    for folder, said in found.items():
+        assert main(["generate", str(folder), "--prompt=The", "--max-new-tokens=5"]) == 0
+        said.append(capfd.readouterr().out)
+        assert main(["eval", str(folder), *data]) == 0
+        evaluated = json.loads(capfd.readouterr().out)
+        said.append({key: evaluated[key] for key in ("parameters", "loss", "perplexity")})
+    assert found[quantized] == found[plain]
+
+    out, back = tmp_path / "ours", tmp_path / "back"
+    assert main(["import-hf", str(quantized), str(out)]) == 0
+    method = "mxfp4" if name == "gpt-oss" else "fp8"
+    assert f" tensors in {method} were read as bfloat16\n" in capfd.readouterr().out
+    assert load_config(out / "config.toml").train.dtype == "bfloat16"
+    assert main(["export-hf", str(out), str(back)]) == 0
+    assert json.loads((back / "config.json").read_text()) == config
+    exported = load_file(back / "model.safetensors")
+    assert exported.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert exported[key].dtype == value.dtype
+        assert torch.equal(exported[key], value), key

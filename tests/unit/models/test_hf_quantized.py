@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megacore.errors import MegacoreError
 from megacore.parallel.params import ShardPosition, shard
+from megatrain import hf_folder
 from megatrain import hf_quantized as module
 from megatrain.checkpoint import load_full_weights
 from megatrain.hf import HFWeights, import_hf, sections_from_hf
@@ -116,6 +117,34 @@ def test_shards_of_ranks_are_those_of_the_whole(name: str, tmp_path: Path) -> No
                 position = ShardPosition(tp_position=at, tp_size=2, ep_position=1 - at, ep_size=2)
             wanted = shard(expected[key], info, **vars(position))
             assert torch.equal(found.part(key, position), wanted), key
+
+
+def test_a_shard_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes: list[int] = []
+    read_bytes = hf_folder._read_bytes
+
+    def counting(path: Path, begin: int, into: Tensor) -> None:
+        num_bytes.append(into.nbytes)
+        read_bytes(path, begin, into)
+
+    def read_of(name: str, position: ShardPosition, folder: Path) -> int:
+        opened = open_folder(folder)
+        weights = HFWeights(opened.tensors, opened.config, *sections_from_hf(opened.config))
+        num_bytes.clear()
+        weights.part(name, position)
+        return sum(num_bytes)
+
+    for name in ("qwen3", "gpt-oss"):
+        (tmp_path / name).mkdir()
+        save_quantized(name, tmp_path / name)
+    monkeypatch.setattr(hf_folder, "_read_bytes", counting)
+    # Half of the rows of gate and up, (48, 32) each, and all of their scales.
+    half = ShardPosition(tp_position=1, tp_size=2)
+    read = read_of("layers.1.mlp.gate_up", half, tmp_path / "qwen3")
+    assert read == 2 * (24 * 32 + 4 * 6 * 2)
+    # One expert of four: 192 outputs of two groups, 16 bytes and a scale each.
+    one = ShardPosition(ep_position=2, ep_size=4)
+    assert read_of("layers.1.moe.experts.fc1", one, tmp_path / "gpt-oss") == 192 * 2 * 17
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
