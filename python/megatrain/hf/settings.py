@@ -274,7 +274,7 @@ def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, An
         config |= key.write(values)
     for rule in family.rules:
         config |= rule.write(values)
-    return config | rope_to_hf(values)
+    return config | rope_to_hf(values, fraction=family.rotary_fraction)
 
 
 def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
