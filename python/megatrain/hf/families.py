@@ -43,6 +43,7 @@ from megatrain.hf.rows import (
 )
 
 LAYER = "model.layers.{layer}"
+MTP_COUNT = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class Family:
         table: Rows by parameter name; layer parameters without ``layers.N.``.
         keys: Entries that correspond to settings.
         fixed: Entries with their only supported value, which is also the default.
+        stated: Entries that other programs write, with the only value that is true of the family.
         implied: Settings of every model of the family, which no entry states.
         rules: Entries that select layers, and those for training only.
         ignored: Entries that follow from others.
@@ -70,6 +72,7 @@ class Family:
     table: Table
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[LayerRule, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -242,6 +245,7 @@ _FFN = Key(theirs=("intermediate_size",), ours=("model.ffn_hidden_size",))
 _TOP_K = Key(theirs=("num_experts_per_tok",), ours=("moe.top_k",))
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_QK_NORM_STATED = {"use_qk_norm": True}
 _BIAS = Key(
     theirs=("attention_bias",),
     ours=("model.qkv_bias", "model.output_bias"),
@@ -295,9 +299,7 @@ def _groups(number: int, best: int) -> tuple[Key, ...]:
     )
 
 
-_MTP_KEY = Key(
-    theirs=("num_nextn_predict_layers",), ours=("model.num_mtp_layers",), default=0, least=0
-)
+_MTP_KEY = Key(theirs=(MTP_COUNT,), ours=("model.num_mtp_layers",), default=0, least=0)
 
 
 def _mla(kv_heads: int) -> tuple[Key, ...]:
@@ -358,6 +360,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_QWEN3,
             keys=(*_sizes(kv_heads=32, head_dim=128), _FFN, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={"model.qk_norm": True},
             rules=(Windows(default=4096, switch=True, by_layer=True), PaddingRow()),
         ),
@@ -376,6 +379,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_QWEN3_MOE,
             keys=(*_sizes(kv_heads=4), *_QWEN3_MOE_KEYS, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={"model.qk_norm": True},
             rules=(SparseStep(), Windows(default=4096, switch=True), RouterLoss(), PaddingRow()),
         ),
@@ -417,6 +421,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_OLMO2,
             keys=(*_sizes(norm_eps=1e-5), _FFN, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={
                 "model.norm_position": "after",
                 "model.qk_norm": "full",

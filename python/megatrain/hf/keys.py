@@ -53,6 +53,10 @@ class Key:
             )
         return self.default if name is None else checked(name, config[name], self.kind, self.least)
 
+    def settings(self, config: Mapping[str, Any]) -> Values:
+        """Return the settings with the value of the entry; see `read`."""
+        return dict.fromkeys(self.ours, self.read(config))
+
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entry for settings."""
         value = values[self.ours[0]]
