@@ -19,6 +19,7 @@ from megacore.errors import MegacoreError
 from megatrain.files import read_ahead
 
 CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 24
@@ -42,11 +43,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of ``config.json``.
 
     Raises:
-        MegacoreError: If the file is missing, unreadable or not an object.
+        MegacoreError: If the file is missing, unreadable or not an object, or the folder is that of
+            an adapter.
     """
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise MegacoreError(f"{folder} {found}; name the folder that holds config.json")
+    if not (folder / CONFIG_NAME).is_file() and (folder / ADAPTER_NAME).is_file():
+        adapter = read_object(folder / ADAPTER_NAME)
+        kind = str(adapter.get("peft_type") or "LoRA").replace("LORA", "LoRA")
+        base = adapter.get("base_model_name_or_path") or "another model"
+        raise MegacoreError(
+            f"{folder} is a {kind} adapter of {base}; merge it into its base first, and name the "
+            "folder of the merged model"
+        )
     return read_object(folder / CONFIG_NAME)
 
 

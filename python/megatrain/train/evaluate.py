@@ -15,8 +15,8 @@ from megatrain.checkpoint.model_files import with_tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
-from megatrain.hf import sections_from_hf
-from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
+from megatrain.hf.import_hf import open_folder
+from megatrain.hf_folder import CONFIG_NAME
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights
@@ -101,12 +101,12 @@ def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]:
-    hf_config = read_config(folder)
-    model, moe = sections_from_hf(hf_config)
+    found = open_folder(folder)
+    model, moe = found.model, found.moe
     values: dict[str, Any] = {
         "model": model.model_dump() | {"seq_length": min(model.seq_length, MAX_SEQ_LENGTH)},
         "moe": moe.model_dump(),
-        "train": {"dtype": str(TensorFiles(folder).dtype()).removeprefix("torch.")},
+        "train": {"dtype": str(found.files.dtype()).removeprefix("torch.")},
         "data": {},
     }
     if (folder / TOKENIZER_NAME).is_file():

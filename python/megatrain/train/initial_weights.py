@@ -14,9 +14,10 @@ from megacore.parallel.params import ShardPosition
 from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
-from megatrain.hf import HFWeights, sections_from_hf
+from megatrain.hf import HFWeights
+from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
-from megatrain.hf_folder import CONFIG_NAME, TensorFiles, read_config
+from megatrain.hf_folder import CONFIG_NAME
 from megatrain.train.trainer import Trainer
 
 
@@ -59,11 +60,10 @@ def _fill_from_hf(
             f"checkpoint.load_weights = {folder} is a Hugging Face model, which fits megacore's "
             f'GPT only, not model.factory = "{model.factory}"; use a checkpoint of that model'
         )
-    hf_config = read_config(folder)
-    found = sections_from_hf(hf_config, seq_length=model.seq_length)
-    different = differences(found, (model, moe))
+    found = open_folder(folder, seq_length=model.seq_length)
+    different = differences((found.model, found.moe), (model, moe))
     try:
-        weights = HFWeights(TensorFiles(folder), hf_config, model, moe)
+        weights = HFWeights(found.files, found.config, model, moe)
         _fill(pieces, weights, groups)
     except MegacoreError as error:
         # The cause is rather a setting than a file.

@@ -173,6 +173,32 @@ def test_mistakes_are_told_and_leave_nothing(
     assert [path.name for path in busy.iterdir()] == ["mine.txt"]
 
 
+def test_entries_are_ignored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "ours"
+    make_folder("llama", theirs)
+    config = json.loads((theirs / "config.json").read_text()) | {"alpha": 1, "beta": "x"}
+    (theirs / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    message = complaint(capsys, str(theirs), str(out), "--ignore=alpha")
+    assert "beta = 'x', which is not known for llama models; remove it, or name it as" in message
+    message = complaint(capsys, str(theirs), str(out), "--ignore=gamma")
+    assert "got gamma, which it does not have" in message
+    assert main(["import-hf", str(theirs), str(out), "--ignore=alpha", "--ignore=beta"]) == 0
+    assert "note: ignored in config.json: alpha, beta\n" in capsys.readouterr().out
+    # The entries come back.
+    assert main(["export-hf", str(out), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+
+
+def test_an_adapter_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta/Llama"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    message = complaint(capsys, str(tmp_path), str(tmp_path / "out"))
+    assert f"{tmp_path} is a LoRA adapter of meta/Llama; merge it into its base first" in message
+
+
 def test_weights_that_are_not_finite_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

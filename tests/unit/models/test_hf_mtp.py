@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megacore.errors import MegacoreError
 from megacore.parallel.batch import Microbatch
+from megatrain.cli import main
 from megatrain.hf import HFTensors, config_to_hf, import_hf
 from megatrain.hf_folder import TensorFiles
 from megatrain.models.multi_token import ahead
-from tests.support.hf_models import make_theirs
+from tests.support.hf_models import make_theirs, save_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")
 modeling = pytest.importorskip("transformers.modeling_layers")
@@ -101,6 +102,34 @@ def test_missing_layers_and_other_embeddings_are_refused(tmp_path: Path) -> None
     with pytest.raises(MegacoreError, match=r"layers\.3\.embed_tokens\.weight differs from model"):
         import_hf(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    (tmp_path / "mtp.safetensors").unlink()
-    with pytest.raises(MegacoreError, match=r"set num_nextn_predict_layers to 0 in config\.json"):
+    (tmp_path / "model.safetensors").rename(tmp_path / "main.safetensors")
+    tensors.pop("model.layers.3.hnorm.weight")
+    safetensors.save_file(tensors, tmp_path / "mtp.safetensors")
+    with pytest.raises(MegacoreError, match=r"there is no tensor model\.layers\.3\.hnorm\.weight"):
         import_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_layers_that_transformers_counts_but_does_not_save_are_left_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = save_theirs(name, tmp_path / "theirs", num_nextn_predict_layers=1)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    imported = import_hf(tmp_path / "theirs", seq_length=16)
+    assert imported.model.num_mtp_layers == 0
+    tokens = torch.randint(0, 260, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = Microbatch(tokens=tokens, labels=None, sample_ids=torch.arange(2), step=0)
+    logits = imported.chunk.eval().logits(None, batch)
+    expected = theirs(input_ids=tokens).logits.detach()
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+    capsys.readouterr()
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "parameters, 3 layers (without 1 for multi-token prediction), sequence" in said
+    assert said.count("note: imported without 1 layer for multi-token prediction, which num_") == 1
+    # The export counts what it has.
+    assert main(["export-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back == {**config, "num_nextn_predict_layers": 0}
