@@ -32,6 +32,7 @@ from megatrain.files import describe_os_error, filled_folder
 from megatrain.hf import HFWeights, training_note
 from megatrain.hf.families import MTP_COUNT
 from megatrain.hf.import_hf import open_folder
+from megatrain.hf.settings import import_values
 from megatrain.hf_folder import TensorFiles, dtype_name
 
 CONFIG_NAME = "config.toml"
@@ -161,12 +162,8 @@ def _settings(
 ) -> dict[str, dict[str, Any]]:
     """Build the settings of the configuration file: the model, and the few others it needs."""
     path = {"tokenizer": str((out / FOLDER_NAME / TOKENIZER_NAME).absolute())} if tokenizer else {}
-    experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
-    if moe.expert_bias is not False:
-        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
     settings: dict[str, dict[str, Any]] = {
-        "model": model.model_dump(exclude_none=True),
-        "moe": experts,
+        **import_values(model, moe),
         "optimizer": {"lr": _LEARNING_RATE},
         # The default source is for models from scratch.
         "data": {"source": "", **path},

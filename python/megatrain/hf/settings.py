@@ -57,6 +57,19 @@ def sections_from_hf(
     return _read(family, config, seq_length, refused_entries(family, config, seq_length))
 
 
+def import_values(model: ModelConfig, moe: MoEConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings of a configuration file that describe an imported model.
+
+    Args:
+        model: From `sections_from_hf`.
+        moe: From `sections_from_hf`.
+    """
+    experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
+    if moe.expert_bias is not False:
+        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
+    return {"model": model.model_dump(exclude_none=True), "moe": experts}
+
+
 def _read(
     family: Family,
     config: Mapping[str, Any],
