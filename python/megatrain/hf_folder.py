@@ -64,10 +64,10 @@ def is_model_folder(path: Path) -> bool:
     if not adapter.is_file():
         return (path / CONFIG_NAME).is_file()
     content = read_object(adapter)
-    kind = content.get("peft_type") or "PEFT"
+    kind = str(content.get("peft_type") or "PEFT").replace("LORA", "LoRA")
     base = content.get("base_model_name_or_path") or "an unknown model"
     raise MegacoreError(
-        f"{path} is a {kind} adapter of {base}; merge it into that model first (merge_and_unload "
+        f"{path} is a {kind} adapter of {base}; merge it into its base first (merge_and_unload "
         "and save_pretrained of the peft package), and name the merged folder"
     )
 

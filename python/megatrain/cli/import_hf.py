@@ -33,6 +33,14 @@ def add_parser(subparsers: Any) -> None:
         type=whole_number,
         help="tokens per sequence (default: the longest the model was made for)",
     )
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="an unknown entry of config.json that does not change what the model computes; may "
+        "be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,15 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.hf.import_checkpoint import import_checkpoint
 
-    done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length)
+    done = import_checkpoint(args.folder, args.out, seq_length=args.seq_length, ignore=args.ignore)
     model = done.config.model
-    further = ""
+    number, layers = f"{done.num_params:,} parameters", f"{model.num_layers} layers"
     if model.num_mtp_layers:
-        further = f" ({done.num_mtp_params:,} of them for multi-token prediction)"
-    print(
-        f"{done.num_params:,} parameters{further}, {model.num_layers} layers, "
-        f"sequence {model.seq_length}: {done.checkpoint}"
-    )
+        number += f" ({done.num_mtp_params:,} of them for multi-token prediction)"
+    if done.absent_layers:
+        layers += f" (without {done.absent_layers} for multi-token prediction)"
+    print(f"{number}, {layers}, sequence {model.seq_length}: {done.checkpoint}")
     if done.not_finite is not None:
         print(
             f"warning: {done.not_finite} has NaN or infinite values, so the model cannot train; "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.errors import ConfigError
 from megatrain.cli.outputs import plain_table
+from megatrain.cli.plan_source import load_planned
 from megatrain.cli.values import refuse_given, whole_number
 from megatrain.config import ResolvedConfig, stages_of_ranks
 from megatrain.config.graph_rules import graph_scopes
@@ -47,7 +48,12 @@ def add_parser(subparsers: Any) -> None:
         "       [--section.key=value ...]",
         epilog="Settings of the file can be changed as for train: --parallel.pp=4",
     )
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="TOML file, or a model of Hugging Face: its folder or config.json, without weights",
+    )
     parser.add_argument(
         "--world-size",
         "--nproc",
@@ -98,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
 
         return predict(args)
     refuse_given(args, _PREDICTION_OPTIONS, "{} belongs to a prediction; add --gpus N")
-    from megatrain.cli.train import default_nproc, load_with_nproc, resolve_for_training
+    from megatrain.cli.train import default_nproc, resolve_for_training
 
     _require_one_form(args)
-    loaded = load_with_nproc(args, option="--world-size")
+    loaded = load_planned(args.config, args.settings, world_size=args.nproc)
     world_size = loaded.run.nproc or default_nproc(loaded)
     config = resolve_for_training(
         loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from megacore.errors import ConfigError
 from megatrain.cli.outputs import plain_table, require_folder, write_output, write_pictures
-from megatrain.config import Config, ResolvedConfig, config_to_toml, load_config, resolve
+from megatrain.cli.plan_source import load_planned
+from megatrain.config import Config, ResolvedConfig, config_to_toml, resolve
 
 if TYPE_CHECKING:
     from megatrain.plan.device import Device
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     imbalance = args.imbalance or 1.0
     if imbalance < 1:
         raise ConfigError(f"--imbalance must be at least 1 (max load / mean load), got {imbalance}")
-    base = load_config(args.config, args.settings)
+    base = load_planned(args.config, args.settings)
     if args.search:
         return _search(args, base, counts, device, imbalance)
     forecasts = [_forecast(base, gpus, device, imbalance) for gpus in counts]

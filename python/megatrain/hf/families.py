@@ -17,6 +17,7 @@ from megatrain.hf.keys import Key, LayerRule
 from megatrain.hf.layer_rules import (
     FirstDense,
     GroupLimit,
+    RotatedWidth,
     SharedExperts,
     SparseStep,
     Windows,
@@ -42,6 +43,7 @@ from megatrain.hf.rows import (
 )
 
 LAYER = "model.layers.{layer}"
+MTP_COUNT = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Family:
         table: Rows by parameter name; layer parameters without ``layers.N.``.
         keys: Entries that correspond to settings.
         fixed: Entries with their only supported value, which is also the default.
+        stated: Entries that other programs write, with the only value that is true of the family.
         implied: Settings of every model of the family, which no entry states.
         rules: Entries that select layers, and those for training only.
         ignored: Entries that follow from others.
@@ -69,6 +72,7 @@ class Family:
     table: Table
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[LayerRule, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -209,14 +213,21 @@ _DEEPSEEK = {**_GLM4_MOE, **_LATENT_ATTENTION}
 # ---- config.json ---------------------------------------------------------------------------------
 
 
-def _sizes(*, head_dim: int | None = None, norm_eps: float = 1e-6) -> tuple[Key, ...]:
+def _sizes(
+    *, kv_heads: int | None = None, head_dim: int | None = None, norm_eps: float = 1e-6
+) -> tuple[Key, ...]:
     """Return the entries of all families; the arguments are the defaults of ``transformers``."""
     return (
         Key(theirs=("hidden_size",), ours=("model.hidden_size",)),
         Key(theirs=("num_hidden_layers",), ours=("model.num_layers",)),
         Key(theirs=("num_attention_heads",), ours=("model.num_heads",)),
-        Key(theirs=("num_key_value_heads",), ours=("model.num_kv_heads",), default=None),
-        Key(theirs=("head_dim",), ours=("model.head_dim",), default=head_dim),
+        Key(
+            theirs=("num_key_value_heads",),
+            ours=("model.num_kv_heads",),
+            default=kv_heads,
+            empty=None,
+        ),
+        Key(theirs=("head_dim",), ours=("model.head_dim",), default=head_dim, empty=None),
         Key(theirs=("vocab_size",), ours=("model.vocab_size",)),
         Key(theirs=("max_position_embeddings",), ours=("model.seq_length",)),
         Key(
@@ -234,6 +245,7 @@ _FFN = Key(theirs=("intermediate_size",), ours=("model.ffn_hidden_size",))
 _TOP_K = Key(theirs=("num_experts_per_tok",), ours=("moe.top_k",))
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_QK_NORM_STATED = {"use_qk_norm": True}
 _BIAS = Key(
     theirs=("attention_bias",),
     ours=("model.qkv_bias", "model.output_bias"),
@@ -261,26 +273,48 @@ _DEEPSEEK_MOE_KEYS = (
     _TOP_K,
     Key(theirs=("n_routed_experts",), ours=("moe.num_experts",)),
     Key(theirs=("moe_intermediate_size",), ours=("moe.ffn_hidden_size",)),
-    Key(theirs=("routed_scaling_factor",), ours=("moe.scaling_factor",), kind=float, default=1.0),
 )
-_GROUP_KEYS = (
-    Key(theirs=("norm_topk_prob",), ours=("moe.normalize",), kind=bool, default=True),
-    Key(theirs=("n_group",), ours=("moe.num_groups",), default=1),
-    Key(theirs=("topk_group",), ours=("moe.groups_top_k",), default=1),
-)
-_MTP_KEY = Key(
-    theirs=("num_nextn_predict_layers",), ours=("model.num_mtp_layers",), default=0, least=0
-)
-_MLA_KEYS = (
-    *(key for key in _sizes() if key.theirs != ("head_dim",)),
-    Key(theirs=("q_lora_rank",), ours=("model.mla.q_rank",), default=0, null=0),
-    Key(theirs=("kv_lora_rank",), ours=("model.mla.kv_rank",)),
-    Key(theirs=("qk_nope_head_dim",), ours=("model.mla.nope_head_dim",)),
-    Key(theirs=("qk_rope_head_dim",), ours=("model.mla.rope_head_dim",)),
-    Key(theirs=("v_head_dim",), ours=("model.mla.v_head_dim",)),
-)
-# The first two follow from the widths above; the others are for training or serving.
-_DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
+
+
+def _scaling(default: float) -> Key:
+    return Key(
+        theirs=("routed_scaling_factor",),
+        ours=("moe.scaling_factor",),
+        kind=float,
+        default=default,
+    )
+
+
+def _groups(number: int, best: int) -> tuple[Key, ...]:
+    return (
+        Key(
+            theirs=("norm_topk_prob",),
+            ours=("moe.normalize",),
+            kind=bool,
+            default=True,
+            empty=False,
+        ),
+        Key(theirs=("n_group",), ours=("moe.num_groups",), default=number, empty=1),
+        Key(theirs=("topk_group",), ours=("moe.groups_top_k",), default=best, empty=1),
+    )
+
+
+_MTP_KEY = Key(theirs=(MTP_COUNT,), ours=("model.num_mtp_layers",), default=0, least=0)
+
+
+def _mla(kv_heads: int) -> tuple[Key, ...]:
+    return (
+        *(key for key in _sizes(kv_heads=kv_heads) if key.theirs != ("head_dim",)),
+        Key(theirs=("q_lora_rank",), ours=("model.mla.q_rank",), default=1536, empty=0, null=0),
+        Key(theirs=("kv_lora_rank",), ours=("model.mla.kv_rank",)),
+        Key(theirs=("qk_nope_head_dim",), ours=("model.mla.nope_head_dim",)),
+        Key(theirs=("qk_rope_head_dim",), ours=("model.mla.rope_head_dim",)),
+        Key(theirs=("v_head_dim",), ours=("model.mla.v_head_dim",)),
+    )
+
+
+# The first follows from the widths above; the others are for training or serving.
+_DEEPSEEK_IGNORED = ("qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
 # Fine-tuning leaves biases of experts and layers for multi-token prediction as they are.
 _DEEPSEEK_V3 = {
     "moe.score_function": "sigmoid",
@@ -307,7 +341,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="mistral",
             architecture="MistralForCausalLM",
             table=_LLAMA,
-            keys=(*_sizes(), _FFN),
+            keys=(*_sizes(kv_heads=8), _FFN),
             fixed={**_FIXED, **_NO_BIAS},
             rules=(Windows(default=4096), PaddingRow()),
         ),
@@ -315,7 +349,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             table=_MIXTRAL,
-            keys=(*_sizes(norm_eps=1e-5), *_MIXTRAL_KEYS),
+            keys=(*_sizes(kv_heads=8, norm_eps=1e-5), *_MIXTRAL_KEYS),
             fixed={**_FIXED, **_NO_BIAS, "router_jitter_noise": 0.0},
             rules=(Windows(), RouterLoss(), PaddingRow()),
             rope_base=1e6,
@@ -324,39 +358,41 @@ FAMILIES: Mapping[str, Family] = {
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             table=_QWEN3,
-            keys=(*_sizes(head_dim=128), _FFN, _BIAS),
+            keys=(*_sizes(kv_heads=32, head_dim=128), _FFN, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={"model.qk_norm": True},
-            rules=(Windows(switch=True, by_layer=True), PaddingRow()),
+            rules=(Windows(default=4096, switch=True, by_layer=True), PaddingRow()),
         ),
         Family(
             model_type="qwen2",
             architecture="Qwen2ForCausalLM",
             table=_LLAMA,
-            keys=(*_sizes(), _FFN),
+            keys=(*_sizes(kv_heads=32), _FFN),
             fixed=_FIXED,
             implied={"model.qkv_bias": True},
-            rules=(Windows(switch=True, by_layer=True), PaddingRow()),
+            rules=(Windows(default=4096, switch=True, by_layer=True), PaddingRow()),
         ),
         Family(
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
             table=_QWEN3_MOE,
-            keys=(*_sizes(head_dim=128), *_QWEN3_MOE_KEYS, _BIAS),
+            keys=(*_sizes(kv_heads=4), *_QWEN3_MOE_KEYS, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={"model.qk_norm": True},
-            rules=(SparseStep(), Windows(switch=True), RouterLoss(), PaddingRow()),
+            rules=(SparseStep(), Windows(default=4096, switch=True), RouterLoss(), PaddingRow()),
         ),
         Family(
             model_type="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
             table=_QWEN2_MOE,
-            keys=(*_sizes(), *_QWEN3_MOE_KEYS, _QKV_BIAS, _SHARED_FFN),
+            keys=(*_sizes(kv_heads=16), *_QWEN3_MOE_KEYS, _QKV_BIAS, _SHARED_FFN),
             fixed=_FIXED,
             implied={"moe.shared_gate": True},
             rules=(
                 SparseStep(),
-                Windows(switch=True, by_layer=True),
+                Windows(default=4096, switch=True, by_layer=True, alternate=True),
                 RouterLoss(),
                 PaddingRow(),
             ),
@@ -366,15 +402,16 @@ FAMILIES: Mapping[str, Family] = {
             architecture="Glm4MoeForCausalLM",
             table=_GLM4_MOE,
             keys=(
-                *_sizes(norm_eps=1e-5),
+                *_sizes(kv_heads=8, norm_eps=1e-5),
                 *_DEEPSEEK_MOE_KEYS,
-                *_GROUP_KEYS,
+                _scaling(1.0),
+                *_groups(1, 1),
                 *_GLM4_KEYS,
                 _MTP_KEY,
             ),
             fixed=_FIXED,
             implied=_DEEPSEEK_V3,
-            rules=(FirstDense(default=1), SharedExperts(), PaddingRow()),
+            rules=(FirstDense(default=1), SharedExperts(default=1), PaddingRow()),
             copies=_MTP_COPIES,
             rotary_fraction=0.5,
         ),
@@ -384,6 +421,7 @@ FAMILIES: Mapping[str, Family] = {
             table=_OLMO2,
             keys=(*_sizes(norm_eps=1e-5), _FFN, _BIAS),
             fixed=_FIXED,
+            stated=_QK_NORM_STATED,
             implied={
                 "model.norm_position": "after",
                 "model.qk_norm": "full",
@@ -395,7 +433,7 @@ FAMILIES: Mapping[str, Family] = {
             architecture="GptOssForCausalLM",
             table=_GPT_OSS,
             keys=(
-                *_sizes(head_dim=64, norm_eps=1e-5),
+                *_sizes(kv_heads=8, head_dim=64, norm_eps=1e-5),
                 *_MIXTRAL_KEYS,
                 replace(_BIAS, default=True),
             ),
@@ -427,7 +465,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="deepseek_v3",
             architecture="DeepseekV3ForCausalLM",
             table=_DEEPSEEK,
-            keys=(*_MLA_KEYS, *_DEEPSEEK_MOE_KEYS, *_GROUP_KEYS, _MTP_KEY),
+            keys=(*_mla(128), *_DEEPSEEK_MOE_KEYS, _scaling(2.5), *_groups(8, 4), _MTP_KEY),
             # vLLM reads the router's method and score function.
             fixed={
                 **_FIXED,
@@ -438,7 +476,7 @@ FAMILIES: Mapping[str, Family] = {
                 "pretraining_tp": 1,
             },
             implied=_DEEPSEEK_V3,
-            rules=(FirstDense(default=3), SharedExperts(), PaddingRow()),
+            rules=(FirstDense(default=3), SharedExperts(default=1), RotatedWidth(), PaddingRow()),
             ignored=_DEEPSEEK_IGNORED,
             copies=_MTP_COPIES,
         ),
@@ -446,7 +484,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="deepseek_v2",
             architecture="DeepseekV2ForCausalLM",
             table=_DEEPSEEK,
-            keys=(*_MLA_KEYS, *_DEEPSEEK_MOE_KEYS),
+            keys=(*_mla(32), *_DEEPSEEK_MOE_KEYS, _scaling(1.0)),
             fixed={
                 **_FIXED,
                 **_NO_BIAS,
@@ -455,7 +493,13 @@ FAMILIES: Mapping[str, Family] = {
                 "pretraining_tp": 1,
             },
             implied={"moe.normalize": False},
-            rules=(FirstDense(default=0), SharedExperts(), GroupLimit(), PaddingRow()),
+            rules=(
+                FirstDense(default=0),
+                SharedExperts(default=2),
+                RotatedWidth(),
+                GroupLimit(),
+                PaddingRow(),
+            ),
             ignored=_DEEPSEEK_IGNORED,
         ),
     )

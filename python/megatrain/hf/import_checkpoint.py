@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from megatrain.config import (
 )
 from megatrain.data import load_tokenizer
 from megatrain.files import describe_os_error, filled_folder
-from megatrain.hf import HFWeights, sections_from_hf, training_note
-from megatrain.hf.folder import open_folder
+from megatrain.hf import HFWeights, training_note
+from megatrain.hf.import_hf import open_folder
+from megatrain.hf.settings import import_values
 from megatrain.hf_folder import TensorFiles, dtype_name
 
 CONFIG_NAME = "config.toml"
@@ -50,6 +51,8 @@ class ImportedRun:
         num_params: Parameters of the model, without padding.
         num_mtp_params: Those of layers for multi-token prediction.
         not_finite: A tensor of the model with a NaN or infinite value: the first that was found.
+        absent_layers: Layers for multi-token prediction that ``config.json`` counts, but of which
+            the files have no tensors.
         notes: Settings that the files imply, one sentence each.
     """
 
@@ -59,11 +62,16 @@ class ImportedRun:
     num_params: int
     num_mtp_params: int
     not_finite: str | None = None
+    absent_layers: int = 0
     notes: tuple[str, ...] = ()
 
 
 def import_checkpoint(
-    folder: str | Path, out: str | Path, *, seq_length: int | None = None
+    folder: str | Path,
+    out: str | Path,
+    *,
+    seq_length: int | None = None,
+    ignore: Collection[str] = (),
 ) -> ImportedRun:
     """Read a model and write it as a checkpoint of step 0 with weights only, in this process.
 
@@ -78,26 +86,29 @@ def import_checkpoint(
         out: Output folder for ``config.toml``, ``checkpoints`` and ``hf_files``; must be new or
             empty.
         seq_length: Tokens per sequence. Default: the maximum of the model.
+        ignore: Names of entries of ``config.json`` that megacore does not know, and that do not
+            change what the model computes.
 
     Raises:
         MegacoreError: If the model cannot be imported, or ``out`` is not empty or not writable.
     """
     folder, out = Path(folder), Path(out)
     _check_free(out)
-    opened = open_folder(folder)
-    hf_config, files = opened.config, opened.tensors
-    model, moe = sections_from_hf(hf_config, seq_length=seq_length)
-    weights = HFWeights(files, hf_config, model, moe)
+    found = open_folder(folder, seq_length=seq_length, ignore=ignore)
+    model, moe = found.model, found.moe
+    weights = HFWeights(found.files, found.config, model, moe)
     tokenizer = folder / TOKENIZER_NAME
     has_tokenizer = tokenizer.is_file()
     if has_tokenizer:
         load_tokenizer(str(tokenizer))
     name = out.absolute().name
     settings = _settings(model, moe, out, tokenizer=has_tokenizer, name=name)
-    dtype, notes = _train_dtype(files)
+    dtype, notes = _train_dtype(found.files)
     settings["train"] = {"dtype": dtype}
-    note = training_note(hf_config, model, moe)
-    notes = (*opened.notes, *notes, *(() if note is None else (note,)))
+    note = training_note(found.config, model, moe)
+    notes = (*found.notes, *notes, *(() if note is None else (note,)))
+    if ignore:
+        notes += (f"ignored in config.json: {', '.join(sorted(set(ignore)))}",)
     config = resolve(Config.model_validate(settings), 1, cuda=False)
     weights.check()
     pieces = _pieces(weights)
@@ -128,6 +139,7 @@ def import_checkpoint(
         num_params=weights.num_params(),
         num_mtp_params=weights.num_params(only_mtp=True),
         not_finite=reader.not_finite,
+        absent_layers=found.absent_layers,
         notes=notes,
     )
 
@@ -143,12 +155,8 @@ def _settings(
 ) -> dict[str, dict[str, Any]]:
     """Build the settings of the configuration file: the model, and the few others it needs."""
     path = {"tokenizer": str((out / FOLDER_NAME / TOKENIZER_NAME).absolute())} if tokenizer else {}
-    experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
-    if moe.expert_bias is not False:
-        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
     settings: dict[str, dict[str, Any]] = {
-        "model": model.model_dump(exclude_none=True),
-        "moe": experts,
+        **import_values(model, moe),
         "optimizer": {"lr": _LEARNING_RATE},
         # The default source is for models from scratch.
         "data": {"source": "", **path},

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from megacore.errors import MegacoreError
 from megacore.parallel.params import ParamInfo, ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
-from megatrain.hf.families import Family
-from megatrain.hf.folder import open_folder
+from megatrain.hf.entries import family_of, without_entries
+from megatrain.hf.families import MTP_COUNT, Family
 from megatrain.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
-from megatrain.hf.settings import family_of, sections_from_hf
-from megatrain.hf_folder import TensorFiles, read_blocks
+from megatrain.hf.settings import sections_from_hf
+from megatrain.hf_folder import TensorFiles, read_blocks, read_config
+from megatrain.hf_quantized import QuantizedFiles, open_tensors
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.shape import GPTShape
 
@@ -309,17 +311,11 @@ class HFWeights:
             if not missing:
                 return row, names
         first = next(theirs for theirs in candidates[0][1] if theirs not in self._tensors)
-        layer, _ = local_name(name)
         advice = ""
         if f"{first}_blocks" in self._tensors:
             advice = (
                 f", but {first}_blocks in MXFP4, which needs quantization_config with quant_method "
                 "mxfp4 in config.json"
-            )
-        if layer is not None and layer >= self._shape.num_layers:
-            advice = (
-                "; if the files have no layers for multi-token prediction, set "
-                "model.num_mtp_layers to 0"
             )
         raise MegacoreError(f"there is no tensor {first}, which the model needs{advice}")
 
@@ -352,6 +348,61 @@ def copies_of(family: Family, model: ModelConfig) -> list[tuple[str, str]]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HFFolder:
+    """Model in a folder: its description, and its tensors, which are not read yet.
+
+    Attributes:
+        config: Content of ``config.json``, without ignored entries and absent layers.
+        model: Its ``[model]`` section.
+        moe: Its ``[moe]`` section.
+        files: The tensors.
+        notes: Differences between the files and what is read from them, one sentence each.
+        absent_layers: Layers for multi-token prediction that ``config.json`` counts, but of which
+            the files have no tensors: `transformers` neither loads nor saves such layers.
+    """
+
+    config: Mapping[str, Any]
+    model: ModelConfig
+    moe: MoEConfig
+    files: TensorFiles
+    notes: tuple[str, ...] = ()
+    absent_layers: int = 0
+
+
+def open_folder(
+    folder: str | Path, *, seq_length: int | None = None, ignore: Collection[str] = ()
+) -> HFFolder:
+    """Read ``config.json`` and find the tensors.
+
+    Args:
+        folder: As for `import_hf`.
+        seq_length: Tokens per sequence. Default: the maximum of the model.
+        ignore: Names of unknown entries of ``config.json`` without effect.
+
+    Raises:
+        MegacoreError: If the model or its files are not supported, the former first.
+    """
+    folder = Path(folder)
+    config = without_entries(read_config(folder), ignore)
+    model, moe = sections_from_hf(config, seq_length=seq_length)
+    files = open_tensors(folder, config)
+    notes: tuple[str, ...] = (files.note(),) if isinstance(files, QuantizedFiles) else ()
+    count, prefixes = 0, tuple(f"model.layers.{layer}." for layer in model.mtp_layers)
+    if prefixes and not any(map(methodcaller("startswith", prefixes), files.keys())):
+        count = model.num_mtp_layers
+        config |= {MTP_COUNT: 0}
+        model, moe = sections_from_hf(config, seq_length=seq_length)
+        layers = "1 layer" if count == 1 else f"{count} layers"
+        notes += (
+            f"imported without {layers} for multi-token prediction, which {MTP_COUNT} in "
+            "config.json counts, but of which the files have no tensors",
+        )
+    return HFFolder(
+        config=config, model=model, moe=moe, files=files, notes=notes, absent_layers=count
+    )
+
+
 def import_hf(
     folder: str | Path,
     *,
@@ -375,9 +426,9 @@ def import_hf(
             uses an unsupported feature.
     """
     groups = ProcessGroups.single() if groups is None else groups
-    opened = open_folder(folder)
-    model, moe = sections_from_hf(opened.config, seq_length=seq_length)
-    weights = HFWeights(opened.tensors, opened.config, model, moe)
+    found = open_folder(folder, seq_length=seq_length)
+    model, moe = found.model, found.moe
+    weights = HFWeights(found.files, found.config, model, moe)
     chunk = GPTChunk(
         model,
         layers=range(model.num_layers),

@@ -23,7 +23,8 @@ class Key:
         theirs: Name of the entry; the first is written, all are read.
         ours: Settings with this value; the first is written.
         kind: ``int`` for a positive integer, ``float`` for a finite number, ``bool``.
-        default: Value of a missing or empty entry; ``None`` leaves the setting empty.
+        default: Value of a missing entry; ``None`` leaves the setting empty.
+        empty: Value of an entry that is null. Default: as if it were missing.
         least: Smallest integer.
         null: Setting that is written as an empty entry.
     """
@@ -32,6 +33,7 @@ class Key:
     ours: tuple[str, ...]
     kind: type = int
     default: Any = REQUIRED
+    empty: Any = REQUIRED
     least: int = 1
     null: Any = None
 
@@ -42,12 +44,18 @@ class Key:
             MegacoreError: If it is missing and required, or not of its kind.
         """
         name = next((name for name in self.theirs if config.get(name) is not None), None)
+        if name is None and self.empty is not REQUIRED and config.keys() & set(self.theirs):
+            return self.empty
         if name is None and self.default is REQUIRED:
             raise MegacoreError(
                 f"config.json has no {' or '.join(self.theirs)}, which a {config['model_type']} "
                 "model needs"
             )
         return self.default if name is None else checked(name, config[name], self.kind, self.least)
+
+    def settings(self, config: Mapping[str, Any]) -> Values:
+        """Return the settings with the value of the entry; see `read`."""
+        return dict.fromkeys(self.ours, self.read(config))
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entry for settings."""

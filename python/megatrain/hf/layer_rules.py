@@ -123,13 +123,18 @@ class GroupLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExperts:
-    """Shared experts, joined to one expert of their total width."""
+    """Shared experts, joined to one expert of their total width.
 
+    Attributes:
+        default: Their number if no entry states it.
+    """
+
+    default: int
     names: tuple[str, ...] = ("n_shared_experts",)
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
         """Return the width of all shared experts."""
-        number = config.get("n_shared_experts") or 0
+        number = config.get("n_shared_experts", self.default) or 0
         number = checked("n_shared_experts", number, int) if number else 0
         return {"moe.shared_ffn_hidden_size": number * values["moe.ffn_hidden_size"]}
 
@@ -137,6 +142,31 @@ class SharedExperts:
         """Return the number of shared experts of the width of the others."""
         width, unit = values["moe.shared_ffn_hidden_size"], values["moe.ffn_hidden_size"]
         return {"n_shared_experts": width // unit}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedWidth:
+    """Width that `transformers` rotates in a latent attention, a copy of ``qk_rope_head_dim``."""
+
+    names: tuple[str, ...] = ("head_dim",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Check the copy.
+
+        Raises:
+            MegacoreError: If it differs.
+        """
+        width, found = values["model.mla.rope_head_dim"], config.get("head_dim")
+        if found not in (None, width):
+            raise MegacoreError(
+                f"head_dim in config.json of a {config['model_type']} model must be "
+                f"qk_rope_head_dim = {width}, got {found!r}"
+            )
+        return {}
+
+    def write(self, values: Values) -> dict[str, Any]:  # noqa: ARG002
+        """Return no entries, since the width follows from another one."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +178,15 @@ class Windows:
         by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
         pattern: Kinds of layers if ``layer_types`` is missing, in place of ``max_window_layers``.
         switch: Whether ``use_sliding_window`` must be true for a window.
+        alternate: Whether every second of the first ``max_window_layers`` has the window, in place
+            of all after them.
     """
 
     default: int | None = None
     by_layer: bool = False
     pattern: str | None = None
     switch: bool = False
+    alternate: bool = False
     names: tuple[str, ...] = (
         "sliding_window",
         "use_sliding_window",
@@ -199,6 +232,8 @@ class Windows:
             return (self.pattern * num_layers)[:num_layers]
         if kinds is None and self.by_layer:
             first: int = min(config.get("max_window_layers", _MAX_WINDOW_LAYERS), num_layers)
+            if self.alternate:
+                return ("wf" * first)[:first] + "f" * (num_layers - first)
             return "f" * first + "w" * (num_layers - first)
         if kinds is None:
             return "w" * num_layers

@@ -27,7 +27,10 @@ _OF_KIND: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", *_NUMBERS[:2]),
     "yarn": ("factor", *_NUMBERS[2:], *_MAGNITUDES, "truncate"),
 }
-_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
+# The last is a note of some publishers.
+_ALWAYS = {"rope_type", "type", "rope_theta", _SHARE, "finetuned"}
 
 
 def rope_from_hf(
@@ -49,7 +52,7 @@ def rope_from_hf(
     Raises:
         MegacoreError: If the rotation is not supported.
     """
-    rope = _rotation(config) or default
+    rope = _rotation(config, default)
     # The entry was `type` before it was `rope_type`; `transformers` reads both.
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _OF_KIND:
@@ -63,9 +66,10 @@ def rope_from_hf(
             f"the rotary embedding in config.json has {unknown[0]} = {rope[unknown[0]]!r}, which "
             f"is not known for rope_type {kind!r}"
         )
-    found = rope.get("rope_theta") or config.get("rope_theta") or base
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    share = fraction or 1.0 if share is None else checked("partial_rotary_factor", share, float)
+    stated = (rope.get("rope_theta"), config.get("rope_theta"))
+    found = next((value for value in stated if value is not None), base)
+    share = rope.get(_SHARE, config.get(_SHARE, fraction))
+    share = 1.0 if share is None else checked(_SHARE, share, float)
     if fraction is None and share != 1.0:
         raise MegacoreError(
             f"partial_rotary_factor in config.json of a {config['model_type']} model must be 1, "
@@ -78,10 +82,15 @@ def rope_from_hf(
     }
 
 
-def rope_to_hf(values: Values) -> dict[str, Any]:
-    """Return the entries for settings, in the spellings of both `transformers` 4 and 5."""
+def rope_to_hf(values: Values, *, fraction: float | None) -> dict[str, Any]:
+    """Return the entries for settings, in the spellings of both `transformers` 4 and 5.
+
+    Args:
+        values: The settings.
+        fraction: As in `rope_from_hf`.
+    """
     scaling: RopeScalingConfig = values["model.rope_scaling"]
-    base, fraction = values["model.rope_base"], values["model.rotary_fraction"]
+    base, share = values["model.rope_base"], values["model.rotary_fraction"]
     kind = "default" if scaling.type == "none" else scaling.type
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
     rope |= {name: getattr(scaling, name) for name in _OF_KIND[kind]}
@@ -94,16 +103,17 @@ def rope_to_hf(values: Values) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = scaling.original_seq_length
     elif kind == "dynamic":
         config["max_position_embeddings"] = scaling.original_seq_length
-    if fraction != 1.0:
-        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = fraction
+    if share != 1.0 or fraction is not None:
+        rope[_SHARE] = config[_SHARE] = share
     if kind != "default":
         config["rope_scaling"] = rope
     return {**config, "rope_parameters": rope}
 
 
-def _rotation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rotation(config: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the entry that describes the rotation: the older one, if there are both."""
-    found: Mapping[str, Any] = {}
+    # As in `transformers`, an empty object is the plain rotation.
+    found: Mapping[str, Any] = {} if config.get("rope_parameters") == {} else default
     for name in ("rope_parameters", "rope_scaling"):
         value = config.get(name) or {}
         if not isinstance(value, Mapping):
@@ -120,12 +130,14 @@ def _scaling(config: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> d
     if kind == "default":
         return {}
     longest = config.get("max_position_embeddings")
-    original = rope.get("original_max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or original or longest
+    original = next(
+        (value for value in (config.get(_ORIGINAL), rope.get(_ORIGINAL)) if value is not None),
+        longest,
+    )
     scaling: dict[str, Any] = {"type": kind}
     if kind != "linear":
         found = longest if kind == "dynamic" else original
-        scaling["original_seq_length"] = checked("original_max_position_embeddings", found, int)
+        scaling["original_seq_length"] = checked(_ORIGINAL, found, int)
     for name in _OF_KIND[kind]:
         if rope.get(name) is not None:
             scaling[name] = checked(name, rope[name], bool if name == "truncate" else float)

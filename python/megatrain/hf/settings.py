@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megacore.errors import ConfigError, MegacoreError
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.config.toml_file import toml_value
+from megatrain.hf.entries import family_of, longest_unchunked, refused_entries
 from megatrain.hf.families import FAMILIES, Family
 from megatrain.hf.fine_tuning import TRAINING_RULES
 from megatrain.hf.keys import Values
 from megatrain.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf
-from megatrain.hf_quantized import quantization_of
 
-# Entries that do not change what the model computes.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "label2id",
-        "model_type",
-        "output_router_logits",
-        "quantization_config",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
 # Settings of the sections that do not change what the trained model computes.
 _TRAINING_ONLY = frozenset(
     {
@@ -56,20 +39,6 @@ _TRAINING_ONLY = frozenset(
 )
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a ``config.json``.
-
-    Raises:
-        MegacoreError: If its ``model_type`` is not supported.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise MegacoreError(
-            f"model_type must be one of {', '.join(FAMILIES)} to be imported, got {kind!r}"
-        )
-    return FAMILIES[kind]
-
-
 def sections_from_hf(
     config: Mapping[str, Any], *, seq_length: int | None = None
 ) -> tuple[ModelConfig, MoEConfig]:
@@ -77,39 +46,91 @@ def sections_from_hf(
 
     Args:
         config: Its content.
-        seq_length: Tokens per sequence. Default: the maximum of the model.
+        seq_length: Tokens per sequence. Default: the maximum of the model, without attention in
+            chunks.
 
     Raises:
-        MegacoreError: If the family is not supported, or an entry is unknown, missing or has an
-            unsupported value.
+        MegacoreError: If the family is not supported, or entries are unknown, missing or have
+            unsupported values: one error for all of them.
     """
     family = family_of(config)
-    quantization_of(config)
-    _check_entries(family, config)
-    return _read(family, config, seq_length)
+    return _read(family, config, seq_length, refused_entries(family, config, seq_length))
+
+
+def import_values(model: ModelConfig, moe: MoEConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings of a configuration file that describe an imported model.
+
+    Args:
+        model: From `sections_from_hf`.
+        moe: From `sections_from_hf`.
+    """
+    experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
+    if moe.expert_bias is not False:
+        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
+    return {"model": model.model_dump(exclude_none=True), "moe": experts}
 
 
 def _read(
-    family: Family, config: Mapping[str, Any], seq_length: int | None
+    family: Family,
+    config: Mapping[str, Any],
+    seq_length: int | None,
+    refused: Sequence[str] = (),
 ) -> tuple[ModelConfig, MoEConfig]:
+    """Return the sections; one error has all refusals, those that were found before included."""
     values: Values = dict(family.implied)
+    refused, origins = list(refused), dict[str, tuple[str, ...]]()
+
+    def take(names: Iterable[str], read: Callable[[], Values]) -> None:
+        try:
+            found = read()
+        except MegacoreError as error:
+            refused.append(str(error))
+        else:
+            values.update(found)
+            origins.update(dict.fromkeys(found, tuple(names)))
+
     for key in family.keys:
-        value = key.read(config)
-        values |= dict.fromkeys(key.ours, value)
-    values |= rope_from_hf(
+        take(key.theirs, partial(key.settings, config))
+    has_keys = all(key.ours[0] in values for key in family.keys)
+    rope = partial(
+        rope_from_hf,
         config,
         base=family.rope_base,
         fraction=family.rotary_fraction,
         default=family.rope,
     )
-    for rule in family.rules:
-        values |= rule.read(config, values)
+    take(sorted(ROPE_NAMES), rope)
+    for rule in family.rules if has_keys else ():  # they depend on the keys
+        take(rule.names, partial(rule.read, config, values))
+    if refused:
+        raise MegacoreError("; ".join(refused))
     heads = values["model.num_heads"]
     values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
     if "model.head_dim" in values:
         values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
-    values["model.seq_length"] = seq_length or values["model.seq_length"]
-    return _sections(values)
+    longest = values["model.seq_length"]
+    values["model.seq_length"] = seq_length or min(longest, longest_unchunked(config) or longest)
+    try:
+        return _sections(values)
+    except ConfigError as error:
+        raise MegacoreError(
+            f"config.json describes an invalid model: {error}{_origin(str(error), origins, config)}"
+        ) from None
+
+
+def _origin(text: str, origins: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> str:
+    """Return the entries of the settings that a message names, as an addition to it."""
+    words = set(re.findall(r"\w+", text))
+    names = {
+        name
+        for setting, theirs in origins.items()
+        if setting.rsplit(".", 1)[-1] in words
+        for name in [each for each in theirs if each in config] or theirs[:1]
+    }
+    shown = (
+        f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in sorted(names)
+    )
+    return f" (config.json has {', '.join(shown)})" if names else ""
 
 
 def config_to_hf(
@@ -219,26 +240,6 @@ def _shown(value: Any) -> str:
     return "none" if value is None else toml_value(value)
 
 
-def _check_entries(family: Family, config: Mapping[str, Any]) -> None:
-    for name, supported in family.fixed.items():
-        value = config.get(name, supported)
-        if value is not None and value != supported:
-            raise MegacoreError(
-                f"{name} in config.json of a {family.model_type} model must be {supported!r}, got "
-                f"{value!r}, which megacore does not support"
-            )
-    known = {name for key in family.keys for name in key.theirs}
-    known |= {name for rule in family.rules for name in rule.names}
-    known |= set(family.ignored) | family.fixed.keys() | _WITHOUT_EFFECT | ROPE_NAMES
-    for name, value in config.items():
-        # Underscored entries are notes of the program that wrote the file.
-        if name not in known and not name.startswith("_") and value not in (None, False, [], {}, 0):
-            raise MegacoreError(
-                f"config.json has {name} = {value!r}, which is not known for {family.model_type} "
-                "models; remove it if it does not change what the model computes"
-            )
-
-
 def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
     sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
     for key, value in values.items():
@@ -247,10 +248,7 @@ def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
         for part in inner:
             table = table.setdefault(part, {})
         table[name] = value
-    try:
-        return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
-    except ConfigError as error:
-        raise MegacoreError(f"config.json describes an invalid model: {error}") from None
+    return ModelConfig(**sections["model"]), MoEConfig(**sections["moe"])
 
 
 def _values(model: ModelConfig, moe: MoEConfig) -> Values:
@@ -270,7 +268,7 @@ def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, An
         config |= key.write(values)
     for rule in family.rules:
         config |= rule.write(values)
-    return config | rope_to_hf(values)
+    return config | rope_to_hf(values, fraction=family.rotary_fraction)
 
 
 def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:

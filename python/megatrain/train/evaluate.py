@@ -15,8 +15,7 @@ from megatrain.checkpoint.model_files import with_tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
-from megatrain.hf import sections_from_hf
-from megatrain.hf.folder import open_folder
+from megatrain.hf.import_hf import open_folder
 from megatrain.hf_folder import dtype_name, is_model_folder
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
@@ -102,12 +101,12 @@ def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]:
-    opened = open_folder(folder)
-    model, moe = sections_from_hf(opened.config)
+    found = open_folder(folder)
+    model, moe = found.model, found.moe
     values: dict[str, Any] = {
         "model": model.model_dump() | {"seq_length": min(model.seq_length, MAX_SEQ_LENGTH)},
         "moe": moe.model_dump(),
-        "train": {"dtype": dtype_name(opened.tensors.dtype())},
+        "train": {"dtype": dtype_name(found.files.dtype())},
         "data": {},
     }
     if (folder / TOKENIZER_NAME).is_file():

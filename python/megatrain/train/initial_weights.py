@@ -14,8 +14,8 @@ from megacore.parallel.params import ShardPosition
 from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
-from megatrain.hf import HFWeights, sections_from_hf
-from megatrain.hf.folder import open_folder
+from megatrain.hf import HFWeights
+from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
 from megatrain.hf_folder import is_model_folder
 from megatrain.train.trainer import Trainer
@@ -60,18 +60,17 @@ def _fill_from_hf(
             f"checkpoint.load_weights = {folder} is a Hugging Face model, which fits megacore's "
             f'GPT only, not model.factory = "{model.factory}"; use a checkpoint of that model'
         )
-    opened = open_folder(folder)
-    found = sections_from_hf(opened.config, seq_length=model.seq_length)
-    different = differences(found, (model, moe))
+    found = open_folder(folder, seq_length=model.seq_length)
+    different = differences((found.model, found.moe), (model, moe))
     try:
-        weights = HFWeights(opened.tensors, opened.config, model, moe)
+        weights = HFWeights(found.files, found.config, model, moe)
         _fill(pieces, weights, groups)
     except MegacoreError as error:
         # The cause is rather a setting than a file.
         reason = f"; it has {', '.join(different)}" if different else ""
         raise MegacoreError(f"checkpoint.load_weights = {folder}: {error}{reason}") from error
     kept = (f"{folder} has {text}: the run uses the latter" for text in different)
-    return (*(f"{folder}: {note}" for note in opened.notes), *kept)
+    return (*(f"{folder}: {note}" for note in found.notes), *kept)
 
 
 def _fill(pieces: list[ParamPiece], weights: HFWeights, groups: ProcessGroups) -> None:

@@ -180,6 +180,83 @@ def test_mistakes_are_told_and_leave_nothing(
     assert [path.name for path in busy.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_plan_of_a_folder_is_that_of_its_import(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_theirs("glm4-moe, groups, qk norm, biases", tmp_path / "theirs", dtype)
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    for weights in (tmp_path / "theirs").glob("*.safetensors"):
+        weights.unlink()
+    sources = ("theirs", "theirs/config.json", "ours/config.toml")
+    for options in (
+        ("--world-size=4", "--parallel.ep=2"),
+        ("--gpus=2", "--device=h200", "--parallel.pp=1", "--train.microbatch_size=2"),
+        ("--gpus=4", "--search", "--top=2", "--model.seq_length=16"),
+    ):
+        plans = []
+        for source in sources:
+            assert main(["plan", str(tmp_path / source), *options, "--json"]) == 0
+            said = capsys.readouterr()
+            plans.append(json.loads(said.out))
+            is_noted = said.err.startswith(f"note: {tmp_path / source} as an import would have it")
+            assert is_noted == (source != "ours/config.toml")
+        assert plans[0] == plans[1] == plans[2]
+
+
+def test_the_best_layout_of_a_folder_is_a_whole_configuration(tmp_path: Path) -> None:
+    save_theirs("qwen3-moe", tmp_path / "theirs")
+    written = tmp_path / "best.toml"
+    search = ("--gpus=4", "--search", f"--write={written}")
+    assert main(["plan", str(tmp_path / "theirs"), *search]) == 0
+    best = load_config(written)
+    assert best.model.qk_norm is True
+    assert best.moe.num_experts == 6
+    assert main(["plan", str(written), "--gpus=4"]) == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--gpus=4",), ("--gpus=4", "--search")])
+def test_a_plan_of_what_cannot_be_imported_says_why(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", str(source), *options]) == 2
+        assert "model_type must be one of llama" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "none.json"), *options]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    (tmp_path / "config.json").unlink()
+    assert main(["plan", str(tmp_path), *options]) == 2
+    assert "is a folder, not a TOML file" in capsys.readouterr().err
+
+
+def test_entries_are_ignored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "ours"
+    make_folder("llama", theirs)
+    config = json.loads((theirs / "config.json").read_text()) | {"alpha": 1, "beta": "x"}
+    (theirs / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    message = complaint(capsys, str(theirs), str(out), "--ignore=alpha")
+    assert "beta = 'x', which is not known for llama models; remove it, or name it as" in message
+    message = complaint(capsys, str(theirs), str(out), "--ignore=gamma")
+    assert "got gamma, which it does not have" in message
+    assert main(["import-hf", str(theirs), str(out), "--ignore=alpha", "--ignore=beta"]) == 0
+    assert "note: ignored in config.json: alpha, beta\n" in capsys.readouterr().out
+    # The entries come back.
+    assert main(["export-hf", str(out), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+
+
+def test_an_adapter_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta/Llama"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    message = complaint(capsys, str(tmp_path), str(tmp_path / "out"))
+    assert f"{tmp_path} is a LoRA adapter of meta/Llama; merge it into its base first" in message
+
+
 def test_weights_that_are_not_finite_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,8 +19,8 @@ from megatrain import hf_folder
 from megatrain import hf_quantized as module
 from megatrain.checkpoint import load_full_weights
 from megatrain.hf import HFWeights, import_hf, sections_from_hf
-from megatrain.hf.folder import open_folder
 from megatrain.hf.import_checkpoint import import_checkpoint
+from megatrain.hf.import_hf import open_folder
 from megatrain.hf_quantized import mxfp4_values, open_tensors, quantization_of
 from tests.support.hf_quantized import save_fp8, save_mxfp4
 
@@ -58,7 +58,7 @@ def dequantized(wanted: dict[str, Tensor], folder: Path) -> HFWeights:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     wanted = save_quantized(name, tmp_path)
-    found = open_folder(tmp_path).tensors
+    found = open_folder(tmp_path).files
     assert set(found.keys()) == wanted.keys()
     assert all(key in found for key in wanted)
     stored = load_file(tmp_path / "model.safetensors").keys()
@@ -76,7 +76,7 @@ def test_parts_and_elements_are_those_of_the_whole(
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     wanted = save_quantized(name, tmp_path)
-    found = open_folder(tmp_path).tensors
+    found = open_folder(tmp_path).files
     for key, value in wanted.items():
         ranges = {dim: (size // 3, size - size // 4) for dim, size in enumerate(value.shape)}
         part = value[tuple(slice(*ends) for ends in ranges.values())]
@@ -109,7 +109,7 @@ def test_an_import_has_the_values_of_transformers_in_bfloat16(name: str, tmp_pat
 def test_shards_of_ranks_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     expected = dequantized(save_quantized(name, tmp_path), tmp_path)
     opened = open_folder(tmp_path)
-    found = HFWeights(opened.tensors, opened.config, *sections_from_hf(opened.config))
+    found = HFWeights(opened.files, opened.config, *sections_from_hf(opened.config))
     for key, info in expected.infos.items():
         for at in range(2):
             position = ShardPosition(tp_position=at, tp_size=2)
@@ -129,7 +129,7 @@ def test_a_shard_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.Monke
 
     def read_of(name: str, position: ShardPosition, folder: Path) -> int:
         opened = open_folder(folder)
-        weights = HFWeights(opened.tensors, opened.config, *sections_from_hf(opened.config))
+        weights = HFWeights(opened.files, opened.config, *sections_from_hf(opened.config))
         num_bytes.clear()
         weights.part(name, position)
         return sum(num_bytes)
@@ -279,7 +279,7 @@ def test_weights_in_bfloat16_beside_an_entry_are_read_as_they_are(tmp_path: Path
     save_file(wanted, tmp_path / "model.safetensors")
     opened = open_folder(tmp_path)
     assert opened.notes == ("0 tensors in fp8 were read as bfloat16",)
-    assert all(same_bits(opened.tensors[key], value) for key, value in wanted.items())
+    assert all(same_bits(opened.files[key], value) for key, value in wanted.items())
 
 
 def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
