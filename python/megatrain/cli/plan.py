@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.cli.train import default_nproc, resolve_for_training
 
     _require_one_form(args)
-    loaded = load_planned(args.config, args.settings, world_size=args.nproc)
+    loaded = load_planned(args)
     world_size = loaded.run.nproc or default_nproc(loaded)
     config = resolve_for_training(
         loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size

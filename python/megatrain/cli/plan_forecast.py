@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     imbalance = args.imbalance or 1.0
     if imbalance < 1:
         raise ConfigError(f"--imbalance must be at least 1 (max load / mean load), got {imbalance}")
-    base = load_planned(args.config, args.settings)
+    base = load_planned(args)
     if args.search:
         return _search(args, base, counts, device, imbalance)
     forecasts = [_forecast(base, gpus, device, imbalance) for gpus in counts]

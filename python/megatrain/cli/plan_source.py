@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.config import Config, config_from_values, load_config
+from megatrain.cli.train import load_with_nproc
+from megatrain.config import Config, config_from_values
 
 # Not from `hf_folder`, which imports torch: a TOML file is planned without it.
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 
+# Sequences of a batch for each process unless set: config.json has no batch.
+_PER_PROCESS = 4
 
-def load_planned(
-    path: Path, settings: Sequence[tuple[str, str]], *, world_size: str | None = None
-) -> Config:
-    """Load a configuration for a plan.
 
-    Args:
-        path: TOML file; or a ``config.json`` or its folder, without need of weights: then the
-            configuration is that of an import, which a note on the standard error stream describes.
-        settings: Pairs of a key and its value, which win.
-        world_size: Value of ``--world-size``.
+def load_planned(args: argparse.Namespace) -> Config:
+    """Load the configuration of a plan.
+
+    ``args.config`` is a TOML file; or a ``config.json`` or its folder, without need of weights:
+    then the configuration is that of an import, and a note on the standard error stream names what
+    was chosen.
 
     Raises:
         MegacoreError: As in `load_config` and `sections_from_hf`.
     """
-    flags: dict[str, str] = {}
-    if world_size is not None:
-        settings = [*settings, ("run.nproc", world_size)]
-        flags = {"run.nproc": f"--world-size={world_size}"}
+    path: Path = args.config
     is_folder = path.is_dir() and any((path / name).is_file() for name in (_CONFIG, _ADAPTER))
     if not is_folder and path.suffix != ".json":
-        return load_config(path, settings, flags=flags)
+        return load_with_nproc(args, option="--world-size")
     from megatrain.hf.settings import import_values, sections_from_hf
     from megatrain.hf_folder import read_config, read_object
 
     hf_config = read_config(path) if is_folder else read_object(path)
-    values = import_values(*sections_from_hf(hf_config))
+    model, moe = sections_from_hf(hf_config)
+    values = import_values(model, moe)
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
     # As in an import: float16 would need a loss scale.
-    if dtype in ("float32", "bfloat16", "float16"):
-        values["train"] = {"dtype": "bfloat16" if dtype == "float16" else dtype}
-    config = config_from_values(values, source=str(path), overrides=settings)
-    print(
-        f"note: {path} as an import would have it, with model.seq_length = "
-        f"{config.model.seq_length} and train.dtype = {config.train.dtype!r}; others are set as "
-        "for train, such as --model.seq_length=4096",
-        file=sys.stderr,
-    )
-    return config
+    dtype = "float32" if dtype == "float32" else "bfloat16"
+    given = {key.replace("-", "_") for key, _ in args.settings}
+    chosen = {"model.seq_length": model.seq_length, "train.dtype": dtype, **_batch(args)}
+    chosen = {key: value for key, value in chosen.items() if key not in given}
+    for key, value in chosen.items():
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = value
+    if chosen:
+        shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
+        print(
+            f"note: chosen for this plan: {shown}; --{next(iter(chosen))}=... sets another value",
+            file=sys.stderr,
+        )
+    settings = [*args.settings, *([] if args.nproc is None else [("run.nproc", args.nproc)])]
+    return config_from_values(values, source=str(path), overrides=settings)
+
+
+def _batch(args: argparse.Namespace) -> dict[str, int]:
+    """Return a batch that every layout can deal out to the processes of a plan."""
+    counts = (args.gpus if args.gpus is not None else args.nproc or "").split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
+        return {}
+    number = math.lcm(*map(int, counts))
+    return {"train.global_batch_size": _PER_PROCESS * number, "train.microbatch_size": 1}

@@ -96,7 +96,13 @@ def config_from_values(
         >>> config_from_values({"train": {"steps": 3}}, source="checkpoint x").train.steps
         3
     """
-    data, where = copy.deepcopy(dict(values)), dict[str, str]()
+    data = copy.deepcopy(dict(values))
+    where = {
+        f"{section}.{key}": source
+        for section, settings in data.items()
+        if isinstance(settings, Mapping)
+        for key in settings
+    }
     return _configure(data, where, overrides, file=source).with_origins(where)
 
 

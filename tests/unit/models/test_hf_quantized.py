@@ -287,5 +287,5 @@ def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     name = "model.layers.0.mlp.up_proj"
     save_file({**load_file(file), f"{name}.activation_scale": torch.ones(())}, file)
-    assert set(open_folder(tmp_path).tensors.keys()) == wanted.keys()
+    assert set(open_folder(tmp_path).files.keys()) == wanted.keys()
     import_hf(tmp_path)
