@@ -7,9 +7,7 @@
 #include "bounds/deadline_bound.h"
 #include "megacore/base/check.h"
 #include "megacore/pipeline/validate.h"
-#include "search/beam_rounds.h"
 #include "search/exact_search.h"
-#include "search/layer_search.h"
 #include "search/list_scheduler.h"
 #include "search/policies.h"
 #include "search/rule_search.h"
@@ -21,13 +19,6 @@ namespace {
 
 // How many actions the trials of a thorough search may schedule.
 constexpr int64_t kRuleActions = 3'000'000;
-// Partial schedules that a search by layers looks at, before and after all others have tried, and
-// those of equally many actions; all times stages, as one of more stages is larger.
-constexpr int64_t kFirstLayerStates = 400'000;
-constexpr int64_t kLayerStates = 7'200'000;
-constexpr int64_t kLayerWidth = 24'000;
-// A schedule that ends earlier by less is no better.
-constexpr double kShorter = 1e-8;
 // Partial solutions that an exact search looks at, before and after all others have tried.
 constexpr int64_t kFirstNodes = 5'000;
 constexpr int64_t kNodes = 300'000;
@@ -78,12 +69,9 @@ class Portfolio {
     if (!is_optimal()) add_standard_rules();
     if (!is_optimal()) tighten();
     if (!is_optimal()) exhaust(kFirstNodes);
-    if (!is_optimal() && thorough) search_by_layers(kFirstLayerStates);
     if (!is_optimal() && thorough) search_rules();
-    if (!is_optimal() && thorough) add_beams();
     if (!is_optimal() && thorough) tighten();
     if (!is_optimal() && thorough) exhaust(kNodes);
-    if (!is_optimal() && thorough) search_by_layers(kLayerStates);
     return std::move(*this).result();
   }
 
@@ -169,15 +157,6 @@ class Portfolio {
     offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
   }
 
-  void add_beams() {
-    BeamRounds rounds(problem_, instance_, certificate_.bound.value,
-                      {best_, certificate_.makespan});
-    for (FoundOrders& found : rounds.run()) {
-      offer(std::move(found.orders), found.makespan, "beam");
-    }
-    certificate_.num_scheduled += rounds.num_scheduled();
-  }
-
   // Looks at all orders, if they are few enough.
   void exhaust(int64_t max_nodes) {
     constexpr size_t kMostActions = 200;
@@ -188,31 +167,6 @@ class Portfolio {
     certificate_.num_scheduled += found.num_nodes;
     if (found.orders) offer(std::move(*found.orders), found.makespan, "exact_search");
     if (found.is_complete && !is_optimal()) raise_bound(certificate_.makespan);
-  }
-
-  // Looks at all orders that end by a time, later and later ones up to the best known.
-  void search_by_layers(int64_t max_states) {
-    if (!can_search_layers(instance_)) return;
-    const int64_t num_stages = instance_.num_stages();
-    const auto width = static_cast<size_t>(kLayerWidth / num_stages);
-    int64_t left = max_states / num_stages;
-    const double from = certificate_.bound.value;
-    const double gap = certificate_.makespan - from;
-    for (const double share : {0.25, 0.5, 0.75, 1.0}) {
-      const double end = std::min(from + gap * share, certificate_.makespan - kShorter);
-      if (is_optimal() || end <= from) return;
-      LayerResult found =
-          search_layers(problem_, instance_, {.end = end, .max_states = left, .max_width = width});
-      left -= found.num_states;
-      certificate_.num_scheduled += found.num_states;
-      if (!found.is_complete) return;
-      if (found.orders) {
-        const double makespan = timer_.makespan(*found.orders);
-        offer(std::move(*found.orders), makespan, "layer_search");
-      }
-      raise_bound(found.orders || share == 1.0 ? certificate_.makespan : end);
-      if (left < found.num_states) return;  // a later end takes more
-    }
   }
 
   void raise_bound(double value) {

@@ -9,8 +9,8 @@
 // Several methods work on the problem and the fastest schedule wins: every named schedule of the
 // same placement that fits (the result is never slower than those), a list scheduler under many
 // rules (search/policies.h), a search for rules on a small number of microbatches whose steady
-// state is then repeated (rule_search.h), beam searches (beam_rounds.h), and for small problems
-// searches that leave nothing out (exact_search.h, layer_search.h).
+// state is then repeated (rule_search.h), and for small problems a search over all orders
+// (exact_search.h).
 //
 // The result is a pure function of its arguments: effort is counted in actions scheduled, not in
 // seconds.
