@@ -89,7 +89,7 @@ class ParamGatherer:
         """True if every weight is current."""
         return self._num_started == len(self._buckets) and not any(self._pending)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Gather all weights in the next passes, including current ones, as a CUDA graph must.
 
         No transfer may be in flight.
@@ -101,7 +101,7 @@ class ParamGatherer:
     def forget(self) -> None:
         """Discard the transfers in flight, as if no gather of the last update had started."""
         self._pending = [None] * len(self._buckets)
-        self.again()
+        self.restart()
 
     def note_replay(self, *, updated: bool) -> None:
         """Update the generations after a replayed CUDA graph, which ran no Python code.

@@ -70,7 +70,7 @@ def load_balancing_loss(
     *,
     kind: Literal["sequence", "batch"],
     groups: RouterGroups,
-    memo: RecomputeCache | None = None,
+    cache: RecomputeCache | None = None,
     real: RealTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``E * sum_e (share of assignments to e) * (mean score of e)``; 1 if balanced.
@@ -86,7 +86,7 @@ def load_balancing_loss(
         expert_ids_SBK: The choices, ``(S, B, k)``, int64; below 0 for padding.
         kind: The pool.
         groups: Groups that hold the other tokens of the pool.
-        memo: Cache of an enclosing recomputed region; sums over ranks are then computed once.
+        cache: Cache of an enclosing recomputed region; sums over ranks are then computed once.
         real: Tokens that are not padding; ``None``: all.
 
     Returns:
@@ -135,7 +135,7 @@ def load_balancing_loss(
         reduce_stats(stats, kind=kind, groups=groups)
         return stats
 
-    counts_PE, totals_PE = over_ranks() if memo is None else memo.once(over_ranks)
+    counts_PE, totals_PE = over_ranks() if cache is None else cache.once(over_ranks)
     if real is not None:  # the tokens of a pool are counted: each has k choices
         top_k = expert_ids_SBK.shape[-1]
         square_P = (counts_PE.sum(1) / top_k).square().clamp(min=1.0) * top_k

@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
         names: TokenNames | None = None,
         *,
         loss_factor: float | Tensor = 1.0,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
         real: RealTokens | None = None,
     ) -> Tensor:
         """Apply the layer.
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
             names: Identifiers of the tokens that this rank routes; required for jitter.
             loss_factor: Factor between the mean loss of this microbatch and the root of the
                 backward pass; applied to the router's losses too. See `TopKRouter.forward`.
-            memo: Cache of a recomputed region around the layer: recomputation then reuses the
+            cache: Cache of a recomputed region around the layer: recomputation then reuses the
                 routing decisions, and nothing is counted twice. ``None`` without such a region.
             real: The tokens that this rank routes and that are not padding; ``None``: all. Only the
                 shared expert computes padding.
@@ -127,10 +127,10 @@ class MoELayer(nn.Module):
             The layer output to add to the residual stream, ``(S, B, H)``.
         """
         tokens_SBH, routing = self.route(
-            x_SBH, names, loss_factor=loss_factor, memo=memo, real=real
+            x_SBH, names, loss_factor=loss_factor, cache=cache, real=real
         )
-        plan = self.plan(routing, memo=memo)
-        return self.finish(x_SBH, tokens_SBH, plan, memo=memo)
+        plan = self.plan(routing, cache=cache)
+        return self.finish(x_SBH, tokens_SBH, plan, cache=cache)
 
     def route(
         self,
@@ -138,29 +138,29 @@ class MoELayer(nn.Module):
         names: TokenNames | None,
         *,
         loss_factor: float | Tensor,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
         real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingResult]:
         """Route this rank's tokens: the first phase of :meth:`forward`."""
         tokens_SBH = x_SBH if self._scatter_tokens is None else self._scatter_tokens(x_SBH)
         routing: RoutingResult = self.router(
-            tokens_SBH, names=names, loss_factor=loss_factor, memo=memo, real=real
+            tokens_SBH, names=names, loss_factor=loss_factor, cache=cache, real=real
         )
         return tokens_SBH, routing
 
-    def plan(self, routing: RoutingResult, *, memo: RecomputeCache | None = None) -> DispatchPlan:
+    def plan(self, routing: RoutingResult, *, cache: RecomputeCache | None = None) -> DispatchPlan:
         """Plan the dispatch: the second phase. So far no tensor shape depends on the routing.
 
         Generation, in inference mode, counts nothing.
         """
         if in_inference():
             return self._decide(routing)
-        if memo is None:
+        if cache is None:
             decided = self._decide(routing)
         else:
-            decided = memo.once(lambda: _without_gradient(self._decide(routing)))
+            decided = cache.once(lambda: _without_gradient(self._decide(routing)))
         plan = replace(decided, probs=routing.probs)
-        if memo is None or not memo.is_replay:
+        if cache is None or not cache.is_replay:
             self._count(plan, routing)
         return plan
 
@@ -170,7 +170,7 @@ class MoELayer(nn.Module):
         tokens_SBH: Tensor,
         plan: DispatchPlan,
         *,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Dispatch, compute the experts and combine: the last phase.
 
@@ -183,7 +183,7 @@ class MoELayer(nn.Module):
             use_params(self.experts)
             clones.send_weights()
         read_splits = self.dispatcher.read_splits
-        splits = read_splits(plan) if memo is None else memo.once(lambda: read_splits(plan))
+        splits = read_splits(plan) if cache is None else cache.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         finish_shared = self._start_shared(x_SBH)
         arrived = pending.finish()

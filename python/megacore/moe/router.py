@@ -164,7 +164,7 @@ class TopKRouter(nn.Module):
         names: TokenNames | None = None,
         loss_factor: float | Tensor = 1.0,
         expert_ids: Tensor | None = None,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
         real: RealTokens | None = None,
     ) -> RoutingResult:
         """Route the tokens.
@@ -180,7 +180,7 @@ class TopKRouter(nn.Module):
                 pool over ranks (``aux_loss_type="batch"``) uses the mean of all factors, computed
                 in the forward pass.
             expert_ids: Precomputed choices, ``(T, k)``, int64, used instead of the best experts.
-            memo: Cache of a recomputed region around the router, if there is one.
+            cache: Cache of a recomputed region around the router, if there is one.
             real: Tokens that are not padding; ``None``: all. Padding gets no expert.
 
         Raises:
@@ -201,10 +201,10 @@ class TopKRouter(nn.Module):
         logits = logits_SBE.flatten(0, 1)
         num_pools = hidden.shape[1] if options.aux_loss_type == "sequence" else 1
         if expert_ids is None and real is None and self._is_fused(logits, num_pools):
-            return self._route(logits_SBE, num_pools, loss_factor=loss_factor, memo=memo)
+            return self._route(logits_SBE, num_pools, loss_factor=loss_factor, cache=cache)
         scores = _scores(logits, options)
         if expert_ids is None:
-            expert_ids = _once(memo, lambda: self._decide(logits, scores.detach(), names))
+            expert_ids = _once(cache, lambda: self._decide(logits, scores.detach(), names))
         elif expert_ids.shape != (logits.shape[0], options.top_k):
             raise ValueError(
                 f"expert_ids have shape {tuple(expert_ids.shape)}; expected "
@@ -220,18 +220,18 @@ class TopKRouter(nn.Module):
             num_copies = real.mask_SB.sum() * options.top_k
         aux_value = z_value = None
         if self.training:
-            self._count(expert_ids, memo)
+            self._count(expert_ids, cache)
             if options.aux_loss_coef > 0.0:
                 own, value = load_balancing_loss(
                     _normalized(scores, options).view_as(logits_SBE),
                     expert_ids.view(*logits_SBE.shape[:2], options.top_k),
                     kind=options.aux_loss_type,
                     groups=self.groups,
-                    memo=memo,
+                    cache=cache,
                     real=real,
                 )
                 own, aux_value = own * options.aux_loss_coef, value * options.aux_loss_coef
-                probs = inject_gradient(probs, own, self._pool_factor(loss_factor, memo))
+                probs = inject_gradient(probs, own, self._pool_factor(loss_factor, cache))
             probs, z_value = self._with_z_loss(probs, logits_SBE, loss_factor, real)
         return RoutingResult(
             probs=probs,
@@ -257,30 +257,30 @@ class TopKRouter(nn.Module):
         num_pools: int,
         *,
         loss_factor: float | Tensor,
-        memo: RecomputeCache | None,
+        cache: RecomputeCache | None,
     ) -> RoutingResult:
         """Route by one operation, which has the losses too, for `forward`."""
         options = self.options
         losses = None
         if self.training and max(options.aux_loss_coef, options.z_loss_coef) > 0.0:
-            losses = self._losses(logits_SBE, num_pools, loss_factor, memo)
-        is_replay = memo is not None and memo.is_replay
+            losses = self._losses(logits_SBE, num_pools, loss_factor, cache)
+        is_replay = cache is not None and cache.is_replay
         routed = route(
             logits_SBE.flatten(0, 1),
             self.expert_bias,
-            memo.once(_unknown) if memo and is_replay else None,
+            cache.once(_unknown) if cache and is_replay else None,
             **self._rule,
             num_pools=num_pools,
             losses=losses,
             seen=self.tokens_seen if self.training and not is_replay else None,
         )
-        if memo and not is_replay:
-            memo.once(lambda: routed.ids)
+        if cache and not is_replay:
+            cache.once(lambda: routed.ids)
         aux_value = z_value = None
         if losses is not None and options.aux_loss_coef > 0.0:
             aux_value = routed.losses[0]
             if spans_ranks(self.groups, options.aux_loss_type):
-                stats = _once(memo, lambda: self._reduced(routed.stats))
+                stats = _once(cache, lambda: self._reduced(routed.stats))
                 losses.counts = stats[0]
                 aux_value = (stats[0] * stats[1]).sum() * losses.aux_scale
         if losses is not None and options.z_loss_coef > 0.0:
@@ -294,12 +294,12 @@ class TopKRouter(nn.Module):
         logits_SBE: Tensor,
         num_pools: int,
         loss_factor: float | Tensor,
-        memo: RecomputeCache | None,
+        cache: RecomputeCache | None,
     ) -> RouterLosses:
         options, losses = self.options, RouterLosses()
         length, batch, num_experts = logits_SBE.shape
         if options.aux_loss_coef > 0.0:
-            losses.aux_factor = self._pool_factor(loss_factor, memo)
+            losses.aux_factor = self._pool_factor(loss_factor, cache)
             losses.aux_scale, losses.aux_slope = scales_of_pools(
                 num_pools=num_pools,
                 num_tokens=length * batch // max(1, num_pools),
@@ -319,8 +319,8 @@ class TopKRouter(nn.Module):
         reduce_stats(stats, kind=self.options.aux_loss_type, groups=self.groups)
         return stats
 
-    def _count(self, expert_ids: Tensor, memo: RecomputeCache | None) -> None:
-        if self.tokens_seen is not None and not (memo and memo.is_replay):
+    def _count(self, expert_ids: Tensor, cache: RecomputeCache | None) -> None:
+        if self.tokens_seen is not None and not (cache and cache.is_replay):
             chosen = expert_ids.flatten()
             self.tokens_seen.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
 
@@ -337,7 +337,7 @@ class TopKRouter(nn.Module):
         own, value = z_loss(logits_SBE, groups=self.groups, real=real)
         return inject_gradient(probs, own * coef, loss_factor), value * coef
 
-    def _pool_factor(self, factor: float | Tensor, memo: RecomputeCache | None) -> float | Tensor:
+    def _pool_factor(self, factor: float | Tensor, cache: RecomputeCache | None) -> float | Tensor:
         """Compute the gradient factor of the load-balancing loss for its pool."""
         if not isinstance(factor, Tensor) or factor.dim() == 0:
             return factor
@@ -350,7 +350,7 @@ class TopKRouter(nn.Module):
             all_reduce_(mean, group)
             return mean / group.size
 
-        return _once(memo, mean_over_ranks)
+        return _once(cache, mean_over_ranks)
 
     def _logits(self, hidden_SBH: Tensor, names: TokenNames | None) -> Tensor:
         """Compute logits, ``(S, B, E)``; float32, or float64 for a float64 input."""
@@ -437,8 +437,8 @@ def update_expert_biases(routers: Sequence[TopKRouter]) -> None:
         router.tokens_seen.zero_()
 
 
-def _once(memo: RecomputeCache | None, make: Callable[[], _T]) -> _T:
-    return make() if memo is None else memo.once(make)
+def _once(cache: RecomputeCache | None, make: Callable[[], _T]) -> _T:
+    return make() if cache is None else cache.once(make)
 
 
 def _unknown() -> Tensor:

@@ -42,10 +42,10 @@ class RecomputeCache:
         The value must not depend on tensors that need a gradient.
 
         Example:
-            >>> memo, numbers = RecomputeCache(), iter(range(9))
-            >>> first = memo.once(lambda: next(numbers))
-            >>> memo.replay()
-            >>> first, memo.once(lambda: next(numbers))
+            >>> cache, numbers = RecomputeCache(), iter(range(9))
+            >>> first = cache.once(lambda: next(numbers))
+            >>> cache.replay()
+            >>> first, cache.once(lambda: next(numbers))
             (0, 0)
         """
         if not self.is_replay:
@@ -60,17 +60,17 @@ class RecomputeCache:
 
 
 def recompute(
-    function: Callable[[Tensor], Tensor], x: Tensor, *, memo: RecomputeCache | None = None
+    function: Callable[[Tensor], Tensor], x: Tensor, *, cache: RecomputeCache | None = None
 ) -> Tensor:
     """Compute ``function(x)``, and recompute it in the backward pass.
 
     Args:
-        function: Must compute the same when it runs again, apart from values in ``memo``. Tensors
+        function: Must compute the same when it runs again, apart from values in ``cache``. Tensors
             other than ``x`` that it uses must be parameters or need no gradient. It may run
             collectives: they run again, up to the last one before the last saved tensor. It must
             not use ``recompute`` itself.
         x: Its input.
-        memo: Cache shared with the function, for values that must not be decided or counted twice.
+        cache: Cache shared with the function, for values that must not be decided or counted twice.
 
     Returns:
         The result; result and gradients are bitwise equal to those without recomputation.
@@ -89,7 +89,7 @@ def recompute(
     """
     if not torch.is_grad_enabled():
         return function(x)
-    region = _Region(function, x, memo)
+    region = _Region(function, x, cache)
     with _marked(), saved_tensors_hooks(region.pack, _unpack):
         return function(x)
 
@@ -140,11 +140,11 @@ class _Region:
     """One call of a recomputed function, with the placeholders of its saved tensors."""
 
     def __init__(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, memo: RecomputeCache | None
+        self, function: Callable[[Tensor], Tensor], x: Tensor, cache: RecomputeCache | None
     ) -> None:
         self._function = function
         self._x, self._needs_grad = x.detach(), x.requires_grad
-        self._memo = memo
+        self._cache = cache
         # Weak references: autograd alone decides the lifetime of a tensor.
         self._kept: list[weakref.ref[_Kept]] = []
 
@@ -154,8 +154,8 @@ class _Region:
         return kept
 
     def run_again(self) -> None:
-        if self._memo is not None:
-            self._memo.replay()
+        if self._cache is not None:
+            self._cache.replay()
         waiting = iter(self._kept)
         num_left = len(self._kept)
 

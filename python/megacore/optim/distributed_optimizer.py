@@ -281,7 +281,7 @@ class DistributedOptimizer:
         entry; on exit there is none if :meth:`reduce_grads` was called inside.
         """
         if self._gatherer is not None:
-            self._gatherer.again()
+            self._gatherer.restart()
         if self._reducer is not None:
             self._reducer.polls_transfers = False
         try:

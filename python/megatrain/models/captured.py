@@ -39,7 +39,7 @@ class GraphedScope(nn.Module):
         scopes: Scopes to capture, of ``graphs.mode``.
         rotary: Rotary tables at the positions of the tokens.
         keys: Keys of the step's random numbers.
-        again: Modules to recompute in the backward pass, as in ``train.recompute``.
+        recomputed: Modules to recompute in the backward pass, as in ``train.recompute``.
 
     Attributes:
         captured_name: The layer and its captured scopes, for messages.
@@ -53,7 +53,7 @@ class GraphedScope(nn.Module):
         *,
         rotary: tuple[Tensor, Tensor],
         keys: StepKeys,
-        again: frozenset[str],
+        recomputed: frozenset[str],
     ) -> None:
         super().__init__()
         is_moe = isinstance(layer.mlp, MoEBlock)
@@ -63,7 +63,7 @@ class GraphedScope(nn.Module):
         self._layer = (layer,)
         self._rotary = rotary
         self._keys = keys
-        self._again = again
+        self._recomputed = recomputed
         self.captured_name = f"layer {layer.index} ({', '.join(sorted(self.scopes))})"
         self.calls: Mapping[int, Call] = {}
         self.inside = nn.ModuleList(_modules(layer, self.scopes))
@@ -105,9 +105,9 @@ class GraphedScope(nn.Module):
             keys=self._keys,
             lengths=lengths,
         )
-        if "layer" in self._again:
-            memo = RecomputeCache()  # so that the second run of a router counts nothing again
-            return {"x": recompute(lambda x: self._run(x, batch, memo)["x"], x_SBH, memo=memo)}
+        if "layer" in self._recomputed:
+            cache = RecomputeCache()  # so that the second run of a router does not count twice
+            return {"x": recompute(lambda x: self._run(x, batch, cache)["x"], x_SBH, cache=cache)}
         return self._run(x_SBH, batch)
 
     def run(
@@ -116,28 +116,30 @@ class GraphedScope(nn.Module):
         x_SBH: Tensor,
         batch: Microbatch,
         rotary: tuple[Tensor, Tensor],
-        again: frozenset[str],
+        recomputed: frozenset[str],
     ) -> Tensor:
         """Run the whole layer: the eager beginning, the captured part, the eager rest."""
         assert batch.number is not None
         if "attn" not in self.scopes:
-            x_SBH = layer.attention_block(x_SBH, rotary, batch, again)
+            x_SBH = layer.attention_block(x_SBH, rotary, batch, recomputed)
         args, named = self.sample(x_SBH, batch)
         found: Results = self.calls[batch.number](*args, **named)
         if self.scopes & {"mlp", "moe"}:
             return found["x"]
         if "moe_router" not in self.scopes:
-            return layer.mlp_block(found["x"], batch, again)
+            return layer.mlp_block(found["x"], batch, recomputed)
         return self._finish_experts(found, found.get("x", x_SBH), batch)
 
-    def _run(self, x_SBH: Tensor, batch: Microbatch, memo: RecomputeCache | None = None) -> Results:
-        layer, again = self.layer, self._again
+    def _run(
+        self, x_SBH: Tensor, batch: Microbatch, cache: RecomputeCache | None = None
+    ) -> Results:
+        layer, recomputed = self.layer, self._recomputed
         if self.scopes >= {"attn", "mlp"} or self.scopes >= {"attn", "moe"}:
-            return {"x": layer.blocks(x_SBH, self._rotary, batch, again, memo=memo)}
+            return {"x": layer.blocks(x_SBH, self._rotary, batch, recomputed, cache=cache)}
         if "attn" in self.scopes:
-            x_SBH = layer.attention_block(x_SBH, self._rotary, batch, again)
+            x_SBH = layer.attention_block(x_SBH, self._rotary, batch, recomputed)
         if self.scopes & {"mlp", "moe"}:
-            x_SBH = layer.mlp_block(x_SBH, batch, again, memo=memo)
+            x_SBH = layer.mlp_block(x_SBH, batch, recomputed, cache=cache)
         if "moe_router" not in self.scopes:
             return {"x": x_SBH}
         block = _moe_block(layer)
@@ -206,7 +208,7 @@ def captured_parts(
     *,
     seq_length: int,
     keys: StepKeys,
-    again: frozenset[str],
+    recomputed: frozenset[str],
 ) -> list[GraphedScope]:
     """Return the captured parts of a chunk; layers without captured scopes are skipped.
 
@@ -215,11 +217,11 @@ def captured_parts(
         scopes: Scopes to capture, of ``graphs.mode``.
         seq_length: Tokens per sample of every batch.
         keys: Keys of the step's random numbers.
-        again: Modules to recompute in the backward pass.
+        recomputed: Modules to recompute in the backward pass.
     """
     rotary = chunk.rotary(seq_length)
     parts = [
-        GraphedScope(layer, scopes, rotary=rotary, keys=keys, again=again)
+        GraphedScope(layer, scopes, rotary=rotary, keys=keys, recomputed=recomputed)
         for layer in transformer_layers(chunk)
     ]
     return [part for part in parts if part.scopes]

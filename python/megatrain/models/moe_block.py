@@ -89,22 +89,22 @@ class MoEBlock(nn.Module):
         self.num_shares = 1 if region.sequence_parallel else region.group.size
 
     def forward(
-        self, x_SBH: Tensor, batch: Microbatch, *, memo: RecomputeCache | None = None
+        self, x_SBH: Tensor, batch: Microbatch, *, cache: RecomputeCache | None = None
     ) -> Tensor:
-        """Compute ``(S[/tp], B, H)`` to the same shape; for ``memo`` see `MoELayer`."""
+        """Compute ``(S[/tp], B, H)`` to the same shape; for ``cache`` see `MoELayer`."""
         names = self.names(x_SBH, batch)
         output: Tensor = self.moe(
-            x_SBH, names, loss_factor=batch.router_factor, memo=memo, real=self.real(x_SBH, batch)
+            x_SBH, names, loss_factor=batch.router_factor, cache=cache, real=self.real(x_SBH, batch)
         )
         return output
 
     def route(
-        self, x_SBH: Tensor, batch: Microbatch, *, memo: RecomputeCache | None = None
+        self, x_SBH: Tensor, batch: Microbatch, *, cache: RecomputeCache | None = None
     ) -> tuple[Tensor, RoutingResult]:
         """Run the beginning of `forward`; see ``MoELayer.route``."""
         names = self.names(x_SBH, batch)
         return self.moe.route(
-            x_SBH, names, loss_factor=batch.router_factor, memo=memo, real=self.real(x_SBH, batch)
+            x_SBH, names, loss_factor=batch.router_factor, cache=cache, real=self.real(x_SBH, batch)
         )
 
     def names(self, x_SBH: Tensor, batch: Microbatch) -> TokenNames | None:

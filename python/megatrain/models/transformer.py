@@ -39,7 +39,7 @@ class LayerGraphs(Protocol):
         x_SBH: Tensor,
         batch: Microbatch,
         rotary: tuple[Tensor, Tensor],
-        again: frozenset[str],
+        recomputed: frozenset[str],
     ) -> Tensor:
         """Run the whole layer: ``(S[/tp], B, H)`` to the same shape."""
 
@@ -108,53 +108,53 @@ class TransformerLayer(nn.Module):
         keep_activations: bool = False,
     ) -> Tensor:
         """Apply the layer, ``(S[/tp], B, H)``; see ``GPTChunk`` for ``keep_activations``."""
-        again = frozenset[str]() if keep_activations else self._recompute
+        recomputed = frozenset[str]() if keep_activations else self._recompute
         if self.captured is not None and self.training and batch.number is not None:
-            return self.captured.run(self, x_SBH, batch, rotary, again)
-        memo = RecomputeCache() if "layer" in again else None
+            return self.captured.run(self, x_SBH, batch, rotary, recomputed)
+        cache = RecomputeCache() if "layer" in recomputed else None
 
         def blocks(x_SBH: Tensor) -> Tensor:
-            return self.blocks(x_SBH, rotary, batch, again, memo=memo)
+            return self.blocks(x_SBH, rotary, batch, recomputed, cache=cache)
 
-        return recompute(blocks, x_SBH, memo=memo) if "layer" in again else blocks(x_SBH)
+        return recompute(blocks, x_SBH, cache=cache) if "layer" in recomputed else blocks(x_SBH)
 
     def blocks(
         self,
         x_SBH: Tensor,
         rotary: tuple[Tensor, Tensor],
         batch: Microbatch,
-        again: frozenset[str],
+        recomputed: frozenset[str],
         *,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Apply both blocks, ``(S[/tp], B, H)``; for ``memo`` see `mlp_block`.
+        """Apply both blocks, ``(S[/tp], B, H)``; for ``cache`` see `mlp_block`.
 
-        ``again`` has the parts of layers to recompute in the backward pass, as in `ModelContext`.
+        ``recomputed`` lists modules to recompute in the backward pass, as in `ModelContext`.
         The sum between the blocks is computed with the norm that follows, if this norm is kept.
         """
-        mixed_SBH = self._mix(x_SBH, rotary, batch, again)
+        mixed_SBH = self._mix(x_SBH, rotary, batch, recomputed)
         parts = {"moe"} if isinstance(self.mlp, MoEBlock) else {"mlp", "norm"}
-        if type(self.mlp_norm) is RMSNorm and not parts & again:
+        if type(self.mlp_norm) is RMSNorm and not parts & recomputed:
             x_SBH, normed_SBH = self.mlp_norm(x_SBH, mixed_SBH)
-            return self.mlp_block(x_SBH, batch, again, memo=memo, normed_SBH=normed_SBH)
-        return self.mlp_block(x_SBH + mixed_SBH, batch, again, memo=memo)
+            return self.mlp_block(x_SBH, batch, recomputed, cache=cache, normed_SBH=normed_SBH)
+        return self.mlp_block(x_SBH + mixed_SBH, batch, recomputed, cache=cache)
 
     def attention_block(
         self,
         x_SBH: Tensor,
         rotary: tuple[Tensor, Tensor],
         batch: Microbatch,
-        again: frozenset[str],
+        recomputed: frozenset[str],
     ) -> Tensor:
         """Add attention, with its norm and dropout, to the residual stream ``(S[/tp], B, H)``."""
-        return x_SBH + self._mix(x_SBH, rotary, batch, again)
+        return x_SBH + self._mix(x_SBH, rotary, batch, recomputed)
 
     def _mix(
         self,
         x_SBH: Tensor,
         rotary: tuple[Tensor, Tensor],
         batch: Microbatch,
-        again: frozenset[str],
+        recomputed: frozenset[str],
     ) -> Tensor:
         """Compute what `attention_block` adds."""
 
@@ -164,8 +164,8 @@ class TransformerLayer(nn.Module):
         def mix(qkv_SBX: Tensor) -> Tensor:
             return self.attention(qkv_SBX, rotary, batch.documents)  # type: ignore[no-any-return]
 
-        qkv_SBX = recompute(project, x_SBH) if "norm" in again else project(x_SBH)
-        mixed_SBH = recompute(mix, qkv_SBX) if "attention" in again else mix(qkv_SBX)
+        qkv_SBX = recompute(project, x_SBH) if "norm" in recomputed else project(x_SBH)
+        mixed_SBH = recompute(mix, qkv_SBX) if "attention" in recomputed else mix(qkv_SBX)
         mixed_SBH = self.attention_output_norm(mixed_SBH)
         dropped_SBH: Tensor = self.attention_dropout(mixed_SBH, batch)
         return dropped_SBH
@@ -174,14 +174,14 @@ class TransformerLayer(nn.Module):
         self,
         x_SBH: Tensor,
         batch: Microbatch,
-        again: frozenset[str],
+        recomputed: frozenset[str],
         *,
-        memo: RecomputeCache | None = None,
+        cache: RecomputeCache | None = None,
         normed_SBH: Tensor | None = None,
     ) -> Tensor:
         """Add the MLP or the experts, with norm and dropout, to the stream ``(S[/tp], B, H)``.
 
-        ``memo`` is that of a recomputed region around this block, if there is one; ``normed_SBH``
+        ``cache`` is that of a recomputed region around this block, if there is one; ``normed_SBH``
         the normalized stream, if it is known and not recomputed.
         """
         mlp = self.mlp
@@ -190,22 +190,26 @@ class TransformerLayer(nn.Module):
             return self.mlp_norm(x_SBH) if normed_SBH is None else normed_SBH
 
         if isinstance(mlp, MoEBlock):
-            memo = RecomputeCache() if "moe" in again else memo
+            cache = RecomputeCache() if "moe" in recomputed else cache
 
             def experts(x: Tensor) -> Tensor:
-                return mlp(norm(x), batch, memo=memo)  # type: ignore[no-any-return]
+                return mlp(norm(x), batch, cache=cache)  # type: ignore[no-any-return]
 
-            inner_SBH = recompute(experts, x_SBH, memo=memo) if "moe" in again else experts(x_SBH)
-        elif "mlp" in again:
+            inner_SBH = (
+                recompute(experts, x_SBH, cache=cache) if "moe" in recomputed else experts(x_SBH)
+            )
+        elif "mlp" in recomputed:
             inner_SBH = recompute(lambda x: mlp(norm(x)), x_SBH)
         else:
 
             def widen(x_SBH: Tensor) -> Tensor:
                 return mlp.gate_up(norm(x_SBH))  # type: ignore[no-any-return]
 
-            wide_SBF = recompute(widen, x_SBH) if "norm" in again else widen(x_SBH)
+            wide_SBF = recompute(widen, x_SBH) if "norm" in recomputed else widen(x_SBH)
             finish = mlp.finish
-            inner_SBH = recompute(finish, wide_SBF) if "activation" in again else finish(wide_SBF)
+            inner_SBH = (
+                recompute(finish, wide_SBF) if "activation" in recomputed else finish(wide_SBF)
+            )
         return self.add_mlp(x_SBH, inner_SBH, batch)
 
     def add_mlp(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:

@@ -199,7 +199,7 @@ def _one_part(
     )
     keys = StepKeys(random_uses([chunk]), device="meta")
     length = model.seq_length // parallel.cp
-    parts = captured_parts(chunk, scopes, seq_length=length, keys=keys, again=frozenset())
+    parts = captured_parts(chunk, scopes, seq_length=length, keys=keys, recomputed=frozenset())
     if not parts:
         return []
     shape = (length, train.microbatch_size, model.hidden_size)

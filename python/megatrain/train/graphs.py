@@ -337,7 +337,7 @@ class StepGraphs:
                 graph_scopes(self._config),
                 seq_length=batch.shape[1],
                 keys=self.keys,
-                again=self._config.train.recomputed,
+                recomputed=self._config.train.recomputed,
             )
             for chunk in self._chunks
         ]

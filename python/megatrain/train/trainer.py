@@ -90,7 +90,7 @@ class Trainer:
     num_params: int
     calls: CallRing | None = None
     first_bytes: float = 0.0
-    # Sources of training microbatches by sample offset, of which a run has one.
+    # By sample offset; a run uses one offset.
     prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
 
     def train_step(

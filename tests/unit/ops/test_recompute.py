@@ -112,17 +112,17 @@ def test_a_part_that_is_not_reached_is_not_run_again() -> None:
 
 def test_decisions_are_made_once() -> None:
     """A function that would decide otherwise the second time, because its weights have changed."""
-    memo, weight = RecomputeCache(), nn.Parameter(torch.tensor([3.0, 1.0]))
+    cache, weight = RecomputeCache(), nn.Parameter(torch.tensor([3.0, 1.0]))
     made = []
 
     def choose(x: Tensor) -> Tensor:
         def decide() -> int:
-            made.append(memo.is_replay)
+            made.append(cache.is_replay)
             return int(weight.argmax())
 
-        return (x * weight)[memo.once(decide)].exp()
+        return (x * weight)[cache.once(decide)].exp()
 
-    y = recompute(choose, torch.ones(2), memo=memo)
+    y = recompute(choose, torch.ones(2), cache=cache)
     with torch.no_grad():
         weight.copy_(torch.tensor([3.0, 5.0]))
     y.backward()
@@ -140,11 +140,11 @@ def test_decisions_are_made_once() -> None:
 def test_a_function_that_changes_is_refused(
     second: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    memo = RecomputeCache()
+    cache = RecomputeCache()
 
     def changing(x: Tensor) -> Tensor:
-        return second(x) if memo.is_replay else x.exp()
+        return second(x) if cache.is_replay else x.exp()
 
-    y = recompute(changing, torch.ones(3, requires_grad=True), memo=memo)
+    y = recompute(changing, torch.ones(3, requires_grad=True), cache=cache)
     with pytest.raises(RuntimeError, match=message):
         y.sum().backward()

@@ -113,7 +113,7 @@ def causal_attention(
         masks: Cache of masks.
         rule: Window and scores.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
-        documents: Documents inside of which attention stays.
+        documents: Documents; attention does not cross their boundaries.
         comm: "allgather" of keys and values, "a2a" from some tokens of all heads to all tokens of
             some heads, and back, or "ring" of keys and values.
 
@@ -193,7 +193,7 @@ def attend(
         masks: Cache of masks.
         rule: Window and scores.
         sinks: As in `causal_attention`.
-        documents: Documents inside of which attention stays.
+        documents: Documents; attention does not cross their boundaries.
 
     Returns:
         ``(S/cp, B, N, E)``.

@@ -62,7 +62,7 @@ class Attention(nn.Module):
             qkv_SBX: Output of the layer ``qkv`` for ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each,
                 for R rotated elements of a head.
-            documents: Documents inside of which attention stays.
+            documents: Documents; attention does not cross their boundaries.
 
         Returns:
             ``(S[/tp], B, H)``.

@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         Args:
             latent_SBL: Output of `qkv` for ``(S[/tp], B, H)``.
             rotary: Cosines and sines at the positions of these tokens, at least ``(S, R/2)`` each.
-            documents: Documents inside of which attention stays.
+            documents: Documents; attention does not cross their boundaries.
 
         Returns:
             ``(S[/tp], B, H)``.

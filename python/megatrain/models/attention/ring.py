@@ -64,7 +64,7 @@ def ring_attention(
         bands: Cache of masks.
         rule: Window and scores.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
-        documents: Documents inside of which attention stays.
+        documents: Documents; attention does not cross their boundaries.
 
     Returns:
         ``(S, B, N, E)``.

@@ -261,13 +261,13 @@ def test_clone_memory_that_asks_the_host_is_found_out(monkeypatch: pytest.Monkey
 def test_clones_as_messages_plan_without_waiting_and_are_found_out() -> None:
     with torch.device("meta"):
         layer = make_echo_layer(CASES["tight budget"], ECHOES["balanced"], tries_memory=False)
-        x_SBH, names, memo = tokens(), make_names(layer), RecomputeCache()
+        x_SBH, names, cache = tokens(), make_names(layer), RecomputeCache()
         run(layer)  # makes constants
     with waiting_is_an_error():
-        tokens_SBH, routing = layer.route(x_SBH, names, loss_factor=1.0, memo=memo)
-        plan = layer.plan(routing, memo=memo)
+        tokens_SBH, routing = layer.route(x_SBH, names, loss_factor=1.0, cache=cache)
+        plan = layer.plan(routing, cache=cache)
         with pytest.raises(WouldWait, match=r"_local_scalar_dense|_to_copy"):
-            layer.finish(x_SBH, tokens_SBH, plan, memo=memo)
+            layer.finish(x_SBH, tokens_SBH, plan, cache=cache)
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
