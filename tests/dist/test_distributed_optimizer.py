@@ -52,10 +52,9 @@ def backward(params: list[tuple[ParamInfo, nn.Parameter]], rank: int, step: int)
 def make_optimizer(
     params: list[tuple[ParamInfo, nn.Parameter]], groups: ProcessGroups, **fields: Any
 ) -> DistributedOptimizer:
-    config = OptimizerConfig(**{"clip_grad": 0.0, **fields})
-    debug = DebugConfig(bucket_numel=BUCKET_NUMEL)
-    buffers = make_buffers(params, groups=groups, options=config.buffer_options(debug))
-    return DistributedOptimizer(buffers, groups=groups, options=config.options(debug))
+    config = OptimizerConfig(**{"clip_grad": 0.0, "bucket_numel": BUCKET_NUMEL, **fields})
+    buffers = make_buffers(params, groups=groups, options=config.buffer_options(DebugConfig()))
+    return DistributedOptimizer(buffers, groups=groups, options=config.options())
 
 
 def dp_groups(world_size: int, cp: int = 1, *, host_memory: bool = True) -> ProcessGroups:

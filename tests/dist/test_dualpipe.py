@@ -51,7 +51,7 @@ PP4 = {"pipeline.schedule": "dualpipe", "parallel.pp": 4}
 EP2 = {"parallel.ep": 2}
 OVERLAPS = {
     "optimizer.overlap": "all",
-    "debug.bucket_numel": 3000,
+    "optimizer.bucket_numel": 3000,
 }
 GRAPHS = {"debug.graph_warmup_steps": 1}
 Changes = dict[str, Any]
@@ -181,7 +181,7 @@ def train_variants(_rank: int, variants: list[Changes]) -> list[Any]:
     for variant in variants:
         # Buckets of one size: the shards of others add up the norm in another order. And as few
         # layers and microbatches as the schedule takes.
-        sized = {"debug.bucket_numel": OVERLAPS["debug.bucket_numel"]}
+        sized = {"optimizer.bucket_numel": OVERLAPS["optimizer.bucket_numel"]}
         sized |= {"model.num_layers": 2, "train.global_batch_size": 4}
         trainer = make_trainer(2, {**PP2, **sized, **variant})
         metrics = [trainer.train_step(step) for step in range(4)]

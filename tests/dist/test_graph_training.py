@@ -61,9 +61,9 @@ BASE: dict[str, dict[str, Any]] = {
         "lr": 2e-3,
         "warmup_steps": 5,
         "overlap": "all",
+        # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
+        "bucket_numel": 1000,
     },
-    # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
-    "debug": {"bucket_numel": 1000},
 }
 EXPERTS = {
     "moe.num_experts": 4,

@@ -70,7 +70,7 @@ LAYOUTS = {
     "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.layout": "Ett|t|t|L"}),
     "dp2": (2, {}),
     "dp2 without ZeRO-1": (2, {"optimizer.num_instances": "all"}),
-    "dp4 small buckets": (4, {"debug.bucket_numel": 1000}),
+    "dp4 small buckets": (4, {"optimizer.bucket_numel": 1000}),
     "tp2 pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
     "tp2 pp2 sequence parallel, 2 chunks": (
         4,
@@ -126,7 +126,7 @@ LAYOUTS = {
             "parallel.pp": 2,
             "pipeline.schedule": "zb_v",
             "optimizer.overlap": "all",
-            "debug.bucket_numel": 5000,
+            "optimizer.bucket_numel": 5000,
         },
     ),
     "tp2 pp2 dualpipe_v, sequence parallel": (

@@ -171,7 +171,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2, a shared gate gathered late": (
         "sigmoid",
         2,
-        {**EP2, "optimizer.overlap": "all", "debug.bucket_numel": 100},
+        {**EP2, "optimizer.overlap": "all", "optimizer.bucket_numel": 100},
     ),
     "dp4 ep2": ("softmax", 4, EP2),
     "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),

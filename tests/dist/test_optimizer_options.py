@@ -24,7 +24,7 @@ from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
 
-SMALL = {"debug.bucket_numel": 2000}
+SMALL = {"optimizer.bucket_numel": 2000}
 OVERLAP = {"optimizer.overlap": "all"}
 
 

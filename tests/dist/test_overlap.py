@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 
 STEPS = 4
 OVERLAP = {"optimizer.overlap": "all"}
-SMALL_BUCKETS = {"debug.bucket_numel": 2000}
+SMALL_BUCKETS = {"optimizer.bucket_numel": 2000}
 
 INTERLEAVED = {
     "parallel.pp": 2,

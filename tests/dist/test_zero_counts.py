@@ -132,7 +132,7 @@ def test_a_run_notes_steps_and_sets_without_labels(
         "--train.microbatch_size=1",
         "--train.eval_interval=2",
         "--train.eval_steps=1",
-        "--debug.max_skipped_steps=1",
+        "--train.max_skipped_steps=1",
     ]
     assert main(command) == 0
     records = records_of(tmp_path / "run")

@@ -53,9 +53,8 @@ def make_trainer(model: str, **graphs: Any) -> Trainer:
             "dropout": 0.1,
         },
         "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
-        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+        "optimizer": {"lr": 2e-3, "warmup_steps": 5, "bucket_numel": 20_000},
         "graphs": graphs,
-        "debug": {"bucket_numel": 20_000},
     }
     for name, values in MODELS[model].items():
         sections[name] = {**sections.get(name, {}), **values}

@@ -37,7 +37,8 @@ def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Traine
             "eval_steps": 2,
         },
         "graphs": graphs or {},
-        "debug": {"graph_warmup_steps": 1, "bucket_numel": 500},
+        "optimizer": {"bucket_numel": 500},
+        "debug": {"graph_warmup_steps": 1},
     }
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}

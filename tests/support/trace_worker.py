@@ -26,7 +26,7 @@ def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: boo
     config = make_config(
         world_size,
         {
-            "debug.bucket_numel": 4000,
+            "optimizer.bucket_numel": 4000,
             "optimizer.overlap": "all" if overlap else "none",
             "debug.host_memory": shared,
         },

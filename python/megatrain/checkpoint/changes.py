@@ -21,13 +21,12 @@ _COMPARED: Mapping[str, frozenset[str]] = {
     "train": frozenset(
         {
             *("seed", "global_batch_size", "dtype", "fp8", "loss", "loss_normalization"),
-            *("callbacks", "on_spike", "eval_steps"),
+            *("callbacks", "on_spike", "max_skipped_steps", "eval_steps"),
         }
     ),
     "debug": frozenset(
         {
-            *("max_skipped_steps", "loss_scale_interval", "router_fp32"),
-            *("force_balanced", "drop_by", "replay_routing"),
+            *("router_fp32", "force_balanced", "replay_routing"),
         }
     ),
 }
@@ -37,7 +36,7 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
     "model": frozenset({"init_std"}),
     "moe": frozenset(),
     "data": frozenset({"cache"}),
-    "optimizer": frozenset({"overlap", "num_instances"}),
+    "optimizer": frozenset({"overlap", "num_instances", "bucket_numel", "loss_scale"}),
 }
 # Those of [train] that a run has from its start to its end.
 _IDENTITY = frozenset({"seed", "global_batch_size"})
@@ -111,9 +110,9 @@ def compare_settings(
             if _is_compared(section, key):
                 changes = _changes(f"{section}.{key}", before[key], now[key])
                 notes += [f"{change} since the checkpoint" for change in changes]
-    scales = [values.get("debug", {}).get("loss_scale") for values in (theirs, ours)]
+    scales = [values.get("optimizer", {}).get("loss_scale") for values in (theirs, ours)]
     if scales[0] != scales[1] and ours.get("train", {}).get("dtype") == "float16":
-        notes.append("debug.loss_scale is not used: the loss scale of the checkpoint goes on")
+        notes.append("optimizer.loss_scale is not used: the loss scale of the checkpoint goes on")
     return tuple(notes)
 
 

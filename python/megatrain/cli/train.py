@@ -120,10 +120,10 @@ def check_start(config: Config) -> None:
     if config.data.factory is None:
         _ = config.data.training_sources  # refuses none
 
-    if config.debug.backend == "nccl" and not torch.cuda.is_available():
+    if config.run.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
-            f"debug.backend = nccl ({config.origin('debug.backend')}) needs GPUs, but torch sees "
-            "none on this machine; use --debug.backend=gloo"
+            f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees "
+            "none on this machine; use --run.backend=gloo"
         )
 
 
@@ -167,7 +167,7 @@ def default_nproc(config: Config) -> int:
     """Return the default process count: one per GPU, else the fewest that the layout allows."""
     import torch
 
-    if config.debug.backend != "gloo" and torch.cuda.is_available():
+    if config.run.backend != "gloo" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return fewest_ranks(config)
 
@@ -216,9 +216,9 @@ def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) 
     from megatrain.launch.start import LaunchOptions
 
     return LaunchOptions(
-        backend=config.debug.backend,
+        backend=config.run.backend,
         timeout_s=config.run.timeout_s,
-        peer_timeout_s=config.debug.peer_timeout_s,
+        peer_timeout_s=config.run.peer_timeout_s,
         error_dir=Path(config.run.dir),
         debug=debug,
         threads=threads,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatrain.config.base import MAX_TIMEOUT_S, Section
+from megatrain.config.base import Section
 
 
 class DebugConfig(Section):
@@ -52,11 +51,6 @@ class DebugConfig(Section):
         default=True,
         description="Compute router logits in float32, regardless of `train.dtype`.",
     )
-    drop_by: Literal["probs", "position"] = Field(
-        default="probs",
-        description="Copies that are kept under `capacity_factor`: those of the highest weight, "
-        "or the first ones.",
-    )
     static_transport: Literal["auto", "collective", "peer"] = Field(
         default="auto",
         description='Transport of rows with `moe.dispatcher = "static"`: equal-split all-to-alls '
@@ -74,28 +68,6 @@ class DebugConfig(Section):
         ge=1,
         description="Steps without graphs, after a start or a resume, before the capture.",
     )
-    max_skipped_steps: int = Field(
-        default=20,
-        ge=0,
-        description="Steps in a row whose update is skipped because of a non-finite gradient, "
-        "after which the run ends with exit code 1; 0 for no limit.",
-    )
-    loss_scale: float = Field(
-        default=65536.0,
-        ge=1.0,
-        description="Initial loss scale of float16 training, adapted later: the factor on the mean "
-        "loss of a step. A power of two.",
-    )
-    loss_scale_interval: int = Field(
-        default=1000,
-        ge=1,
-        description="Steps without overflow after which the loss scale doubles.",
-    )
-    bucket_numel: int | None = Field(
-        default=None,
-        ge=1,
-        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
-    )
     pad_for_ring: bool = Field(
         default=False,
         description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
@@ -111,21 +83,10 @@ class DebugConfig(Section):
         description="Send a header before each message between stages, and stop with both names "
         "if a message is not the expected one. Slower.",
     )
-    backend: Literal["gloo", "nccl"] | None = Field(
-        default=None,
-        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
-    )
     host_memory: bool = Field(
         default=True,
         description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
         "memory.",
-    )
-    peer_timeout_s: float = Field(
-        default=20.0,
-        ge=1.0,
-        le=MAX_TIMEOUT_S,
-        description="Seconds without a sign of life after which a rank counts as lost; at most a "
-        "week.",
     )
 
     @property
@@ -140,17 +101,6 @@ class DebugConfig(Section):
             return range(0)
         first, _, last = self.profile_steps.partition("-")
         return range(int(first) - 1, int(last or first))
-
-    @field_validator("loss_scale")
-    @classmethod
-    def _check_loss_scale(cls, scale: float) -> float:
-        if math.frexp(scale)[0] != 0.5:
-            lower = 2.0 ** math.floor(math.log2(scale))
-            raise ValueError(
-                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
-                f"nearest: {lower:g}, {2 * lower:g}"
-            )
-        return scale
 
     @field_validator("profile_steps")
     @classmethod

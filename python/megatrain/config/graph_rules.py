@@ -43,9 +43,9 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     graphs, backend = config.graphs, config.debug.graph_backend
     if graphs.mode == "off":
         return
-    if backend in ("cuda", "transformer_engine") and config.debug.backend == "gloo":
+    if backend in ("cuda", "transformer_engine") and config.run.backend == "gloo":
         yield (
-            f"{shown('debug.graph_backend')} needs a GPU, but {shown('debug.backend')} computes on "
+            f"{shown('debug.graph_backend')} needs a GPU, but {shown('run.backend')} computes on "
             "the CPU; use emulated there"
         )
     for key in ("record_routing", "replay_routing"):
@@ -140,7 +140,7 @@ def _kernel_problems(config: ResolvedConfig, shown: Shown, where: str) -> Iterat
 
     Without the kernel, row counts are copied to the host, which a graph cannot contain.
     """
-    if config.debug.backend != "nccl" or config.moe.num_experts == 0:
+    if config.run.backend != "nccl" or config.moe.num_experts == 0:
         return
     if config.train.dtype == "float32":
         yield (

@@ -125,6 +125,11 @@ class MoEConfig(Section):
         description="Each rank sends an expert at most its fair share of copies times this; the "
         "rest is dropped and counted. Default: no limit.",
     )
+    drop_by: Literal["probs", "position"] = Field(
+        default="probs",
+        description="Copies that are kept under `capacity_factor`: those of the highest weight, "
+        "or the first ones.",
+    )
     score_function: Literal["softmax", "softmax_after_top_k", "sigmoid"] = Field(
         default="softmax",
         description="Function that maps router logits to scores; `softmax_after_top_k` takes the "
@@ -243,14 +248,14 @@ class MoEConfig(Section):
             fp32=debug.router_fp32,
         )
 
-    def capacity(self, debug: DebugConfig) -> Capacity | None:
+    def capacity(self) -> Capacity | None:
         """Return the limit of copies per expert, if there is one; imports torch."""
         from megacore.moe.dispatchers.capacity import Capacity
 
         if self.capacity_factor is None:
             return None
         return Capacity(
-            factor=self.capacity_factor, drop_by=debug.drop_by, pad=self.pads_to_capacity
+            factor=self.capacity_factor, drop_by=self.drop_by, pad=self.pads_to_capacity
         )
 
     @property

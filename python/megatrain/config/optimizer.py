@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
 from megacore.optim.options import OptimizerOptions, RateOptions
@@ -67,8 +68,24 @@ class OptimizerConfig(Section):
         "gradients with the backward pass (`grads`), the gather of updated parameters with the "
         "next forward pass (`params`), or both (`all`).",
     )
+    bucket_numel: int | None = Field(
+        default=None,
+        ge=1,
+        description="Elements per gradient bucket. Default: chosen from the data parallel size.",
+    )
+    loss_scale: float = Field(
+        default=65536.0,
+        ge=1.0,
+        description="Initial loss scale of float16 training, adapted later: the factor on the mean "
+        "loss of a step. A power of two.",
+    )
+    loss_scale_interval: int = Field(
+        default=1000,
+        ge=1,
+        description="Steps without overflow after which the loss scale doubles.",
+    )
 
-    def options(self, debug: DebugConfig) -> OptimizerOptions:
+    def options(self) -> OptimizerOptions:
         """Return the options of the optimizer."""
         return OptimizerOptions(
             weight_decay=self.weight_decay,
@@ -78,8 +95,8 @@ class OptimizerConfig(Section):
             clip_grad=self.clip_grad,
             moments_dtype=self.moments_dtype,
             overlap=self.overlap,
-            loss_scale=debug.loss_scale,
-            loss_scale_interval=debug.loss_scale_interval,
+            loss_scale=self.loss_scale,
+            loss_scale_interval=self.loss_scale_interval,
         )
 
     def buffer_options(self, debug: DebugConfig) -> BufferOptions:
@@ -87,7 +104,7 @@ class OptimizerConfig(Section):
         return BufferOptions(
             distributed=self.distributed,
             grad_dtype=self.grad_dtype,
-            bucket_numel=debug.bucket_numel,
+            bucket_numel=self.bucket_numel,
             pad_for_ring=debug.pad_for_ring,
             average_in_collective=debug.average_in_collective,
         )
@@ -115,6 +132,17 @@ class OptimizerConfig(Section):
     def default_decay_steps(self, steps: int) -> int:
         """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""
         return {"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[self.schedule]
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, scale: float) -> float:
+        if math.frexp(scale)[0] != 0.5:
+            lower = 2.0 ** math.floor(math.log2(scale))
+            raise ValueError(
+                f"loss_scale = {scale:g} is no power of two, so it would change bits; "
+                f"nearest: {lower:g}, {2 * lower:g}"
+            )
+        return scale
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:

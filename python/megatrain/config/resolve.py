@@ -58,7 +58,7 @@ def resolve(
         raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
-    backend = config.debug.backend
+    backend = config.run.backend
     if backend is None and (config.graphs.mode != "off" or config.pipeline.overlap_p2p):
         backend = default_backend(cuda)
     # No rule depends on the vocabulary: its rows are padded.
@@ -143,11 +143,10 @@ def _fill(
         "checkpoint": _filling(
             resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run.dir}/checkpoints"
         ),
-        "run": _filling(resolved.ResolvedRunConfig, run, nproc=world_size),
+        "run": _filling(resolved.ResolvedRunConfig, run, nproc=world_size, backend=backend),
         "debug": _filling(
             resolved.ResolvedDebugConfig,
             config.debug,
-            backend=backend,
             trace_step=max(1, steps // 2),
         ).model_copy(update={"static_transport": default_transport(config)}),
     }

@@ -57,15 +57,15 @@ class ResolvedCheckpointConfig(CheckpointConfig):
 
 
 class ResolvedRunConfig(RunConfig):
-    """``[run]`` with its number of processes."""
+    """``[run]`` with its number of processes and the communication library."""
 
     nproc: int
+    backend: Literal["gloo", "nccl"]
 
 
 class ResolvedDebugConfig(DebugConfig):
-    """``[debug]`` with the communication library and the traced step."""
+    """``[debug]`` with the traced step."""
 
-    backend: Literal["gloo", "nccl"]
     trace_step: int
 
 

@@ -31,6 +31,17 @@ class RunConfig(Section):
         description="Timeout of a collective operation, and of the wait for ranks that start late, "
         "in seconds; at most a week.",
     )
+    peer_timeout_s: float = Field(
+        default=20.0,
+        ge=1.0,
+        le=MAX_TIMEOUT_S,
+        description="Seconds without a sign of life after which a rank counts as lost; at most a "
+        "week.",
+    )
+    backend: Literal["gloo", "nccl"] | None = Field(
+        default=None,
+        description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
+    )
     stop_after: str | None = Field(
         default=None,
         description="Time span after which the run stops early: it finishes its step, saves, and "

@@ -73,6 +73,12 @@ class TrainSectionConfig(Section):
         description="Reaction to a loss far above those of the last 100 steps: none; a note; no "
         "update from that step; or the end of the run with exit code 1.",
     )
+    max_skipped_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps in a row whose update is skipped because of a non-finite gradient, "
+        "after which the run ends with exit code 1; 0 for no limit.",
+    )
     eval_interval: int = Field(
         default=50, ge=0, description="Steps between validations; 0 turns them off."
     )

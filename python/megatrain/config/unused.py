@@ -65,7 +65,7 @@ def _has_windows(config: ResolvedConfig) -> bool:
 
 _OF_EXPERTS = (
     *("moe.*", "debug.load_interval", "debug.record_routing", "debug.replay_routing"),
-    *("debug.force_balanced", "debug.router_fp32", "debug.drop_by"),
+    *("debug.force_balanced", "debug.router_fp32", "moe.drop_by"),
 )
 _OF_SCALING = "model.rope_scaling"
 
@@ -156,7 +156,7 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.moe.groups_top_k == config.moe.num_groups > 1,
     ),
     UnusedRule(
-        keys=("debug.drop_by",),
+        keys=("moe.drop_by",),
         reason="moe.capacity_factor",
         holds=lambda config: config.moe.capacity_factor is None and _has_experts(config),
     ),
@@ -166,7 +166,7 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.train.dtype == "float32",
     ),
     UnusedRule(
-        keys=("debug.loss_scale", "debug.loss_scale_interval"),
+        keys=("optimizer.loss_scale", "optimizer.loss_scale_interval"),
         reason="train.dtype",
         holds=lambda config: config.train.dtype != "float16",
     ),

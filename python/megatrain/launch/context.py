@@ -137,7 +137,7 @@ def rank_device(backend: Backend, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {count}, and NCCL needs one per "
-            f"rank; start at most {count} processes here, or use --debug.backend=gloo"
+            f"rank; start at most {count} processes here, or use --run.backend=gloo"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -135,7 +135,7 @@ def _check_gpus(nproc: int, options: LaunchOptions) -> None:
     if nproc > count:
         raise ConfigError(
             f"{nproc} processes (--nproc) need {nproc} GPUs, but this machine has {count}; start "
-            f"at most {count}, or use --debug.backend=gloo"
+            f"at most {count}, or use --run.backend=gloo"
         )
 
 

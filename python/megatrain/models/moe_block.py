@@ -225,7 +225,7 @@ def _echo(context: ModelContext) -> Echo | None:
         moe.echo.options(),
         ep=groups.ep,
         slots=context.slots,
-        capacity=moe.capacity(context.debug),
+        capacity=moe.capacity(),
         budget=budget,
         tries_memory=tries_memory,
         device=device,
@@ -240,7 +240,7 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
         )
     placement = ExpertPlacement.of(context.groups, moe.num_experts)
     return make_dispatcher(
-        moe.dispatcher, placement, budget=budget, peers=peers, capacity=moe.capacity(context.debug)
+        moe.dispatcher, placement, budget=budget, peers=peers, capacity=moe.capacity()
     )
 
 

@@ -55,7 +55,7 @@ def plan_state(config: ResolvedConfig, world_size: int, params: Sequence[LocalPa
             plan_buckets(
                 [params[position].numel for position in positions],
                 dp_size=experts if expert else dense,
-                bucket_numel=config.debug.bucket_numel,
+                bucket_numel=config.optimizer.bucket_numel,
                 shared=[params[position].shared for position in positions],
                 param_alignment=64,
                 bucket_alignment=None,

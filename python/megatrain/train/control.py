@@ -78,7 +78,7 @@ class RunControl:
     @property
     def will_give_up(self) -> bool:
         """True if one more skipped update ends the run."""
-        limit = self._config.debug.max_skipped_steps
+        limit = self._config.train.max_skipped_steps
         return 0 < limit <= self._num_skipped_in_row + 1
 
     def votes(self) -> tuple[float, ...]:
@@ -139,11 +139,11 @@ class RunControl:
         if not is_empty:
             is_failure = skipped and not by_rule
             self._num_skipped_in_row = self._num_skipped_in_row + 1 if is_failure else 0
-        limit = self._config.debug.max_skipped_steps
+        limit = self._config.train.max_skipped_steps
         if 0 < limit <= self._num_skipped_in_row:
             raise DivergedError(
                 f"step {step + 1:,}: the updates of {self._num_skipped_in_row} steps in a row were "
-                f"skipped because of a non-finite gradient (debug.max_skipped_steps); earlier "
+                f"skipped because of a non-finite gradient (train.max_skipped_steps); earlier "
                 f"checkpoints are kept"
             )
         notes = self._judge_loss(step, loss)

@@ -15,7 +15,7 @@ from megatrain.train.trainer import Trainer
 def kernel_environment(trainer: Trainer) -> dict[str, str]:
     """Describe the kernels and back ends of this rank in readable text."""
     device = trainer.device
-    found: dict[str, str] = {"back ends": trainer.config.debug.backend}
+    found: dict[str, str] = {"back ends": trainer.config.run.backend}
     products = _fp8_products(trainer)
     fp8 = None if products is None else products.text()
     if device.type != "cuda":

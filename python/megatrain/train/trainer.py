@@ -344,7 +344,7 @@ def _optimizer_options(config: ResolvedConfig, *, per_token: bool) -> OptimizerO
     With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
     scale of the mean would overflow in the first steps.
     """
-    options = config.optimizer.options(config.debug)
+    options = config.optimizer.options()
     if not per_token:
         return options
     tokens = config.train.global_batch_size * config.model.seq_length

@@ -166,8 +166,8 @@ def test_nccl_without_a_gpu_is_refused(
     demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    message = complaint_of(capsys, "train", str(demo), "--debug.backend=nccl")
-    assert "debug.backend = nccl (--debug.backend=nccl) needs GPUs, but torch sees none" in message
+    message = complaint_of(capsys, "train", str(demo), "--run.backend=nccl")
+    assert "run.backend = nccl (--run.backend=nccl) needs GPUs, but torch sees none" in message
 
 
 def test_underscores_and_dashes_are_the_same_in_flags(

@@ -216,7 +216,7 @@ def test_a_tied_head_is_held_but_not_counted_twice(config: Path) -> None:
 def test_plan_shows_buckets_and_bytes_per_parameter(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("--world-size=8", "--debug.bucket_numel=5000", "--train.dtype=bfloat16")
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--train.dtype=bfloat16")
     [first, last] = plan_of(capsys, str(config), *settings)["ranks"]
     assert sum(first["bucket_numels"]) * 2 == first["param_bytes"]
     assert len(first["bucket_numels"]) > 3
@@ -245,7 +245,7 @@ def test_plan_tells_bytes_of_dense_and_expert_parameters_apart(
 def test_plan_shows_where_each_parameter_lies(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("--world-size=8", "--debug.bucket_numel=5000", "--buffers")
+    settings = ("--world-size=8", "--optimizer.bucket_numel=5000", "--buffers")
     assert main(["plan", str(config), *settings]) == 0
     first, last = capsys.readouterr().out.split("\n\n")
     assert first.startswith("pp 0, dense parameters: ")
@@ -258,7 +258,7 @@ def test_plan_shows_where_each_parameter_lies(
 def test_plan_shows_what_each_rank_owns(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numels = dict[str, int]()
     for shard in range(4):
-        settings = ("--world-size=8", "--parallel.tp=1", "--debug.bucket_numel=5000")
+        settings = ("--world-size=8", "--parallel.tp=1", "--optimizer.bucket_numel=5000")
         assert main(["plan", str(config), *settings, f"--shard={shard}"]) == 0
         first = capsys.readouterr().out.split("\n\n")[0]
         for line in first.splitlines()[1:]:

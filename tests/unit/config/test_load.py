@@ -118,7 +118,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[parallel]\ntp = 9223372036854775806\n", "must be below 2,147,483,648"),
         ('[run]\ndir = ""\n', ':2: run.dir = "": must not be empty'),
         ("[run]\ntimeout_s = 1e30\n", ":2: run.timeout_s = 1e+30: must be at most 604800"),
-        ("[debug]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
+        ("[run]\npeer_timeout_s = 1e30\n", "must be at most 604800"),
         ("[pipeline]\ngroup_size = 0\n", "pipeline.group_size = 0: must be at least 1"),
         ("[train\n", "is not valid TOML"),
         (

@@ -34,7 +34,7 @@ def test_every_derived_setting_is_filled() -> None:
     assert config.optimizer.decay_steps == 100
     assert config.run.dir == "runs/x"
     assert config.checkpoint.dir == "runs/x/checkpoints"
-    assert (config.run.nproc, config.debug.backend, config.debug.trace_step) == (4, "gloo", 50)
+    assert (config.run.nproc, config.run.backend, config.debug.trace_step) == (4, "gloo", 50)
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -46,11 +46,11 @@ def test_messages_between_stages_overlap_unless_they_are_on_nccl(cuda: bool) -> 
 
 @pytest.mark.parametrize("backend", [None, "nccl"])
 def test_overlapped_messages_are_refused_on_nccl(backend: str | None) -> None:
-    chosen = {} if backend is None else {"debug__backend": backend}
+    chosen = {} if backend is None else {"run__backend": backend}
     given = make(pipeline__overlap_p2p="true", **chosen)
     with pytest.raises(ConfigError, match=r"overlap_p2p = True .* deadlock on NCCL"):
         resolve(given, 1, vocab_size=256, cuda=True)
-    on_gloo = make(pipeline__overlap_p2p="true", debug__backend="gloo")
+    on_gloo = make(pipeline__overlap_p2p="true", run__backend="gloo")
     assert resolve(on_gloo, 1, vocab_size=256, cuda=True).pipeline.overlap_p2p is True
 
 
@@ -66,12 +66,12 @@ def test_set_values_are_kept() -> None:
         optimizer__min_lr="0",
         run__dir="d",
         checkpoint__dir="c",
-        debug__backend="gloo",
+        run__backend="gloo",
         optimizer__schedule="wsd",
     )
     config = resolve(config, 1, vocab_size=256, cuda=True)
     assert (config.model.vocab_size, config.optimizer.min_lr) == (100, 0.0)
-    assert (config.run.dir, config.checkpoint.dir, config.debug.backend) == ("d", "c", "gloo")
+    assert (config.run.dir, config.checkpoint.dir, config.run.backend) == ("d", "c", "gloo")
     assert config.optimizer.decay_steps == 20
 
 
@@ -96,8 +96,8 @@ def test_a_tokenizer_is_loaded_once_and_only_if_all_rules_hold() -> None:
 
 
 def test_backend_follows_the_gpu() -> None:
-    assert resolve(make(), 1, vocab_size=256, cuda=True).debug.backend == "nccl"
-    assert resolve(make(), 1, vocab_size=256, cuda=False).debug.backend == "gloo"
+    assert resolve(make(), 1, vocab_size=256, cuda=True).run.backend == "nccl"
+    assert resolve(make(), 1, vocab_size=256, cuda=False).run.backend == "gloo"
 
 
 def test_layout_message_shows_factors_origins_and_fixes() -> None:

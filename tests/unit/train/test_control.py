@@ -67,7 +67,7 @@ def test_checkpoints_by_time_can_be_turned_off(checkpoint: dict[str, Any]) -> No
 
 
 def test_a_streak_of_skipped_updates_ends_the_run() -> None:
-    control = _control(debug={"max_skipped_steps": 3})
+    control = _control(train={"max_skipped_steps": 3})
     pattern = [True, True, False, True, True, True]
     for step, skipped in enumerate(pattern):
         assert control.will_give_up == (step in (2, 5))
@@ -76,7 +76,7 @@ def test_a_streak_of_skipped_updates_ends_the_run() -> None:
             assert control.is_skipping == skipped
     with pytest.raises(DivergedError, match="step 6: the updates of 3 steps in a row"):
         control.judge((0.0,) * 4, step=5, loss=math.nan, skipped=True)
-    patient = _control(debug={"max_skipped_steps": 0})
+    patient = _control(train={"max_skipped_steps": 0})
     for step in range(100):
         assert not patient.will_give_up
         patient.judge((0.0,) * 4, step=step, loss=math.nan, skipped=True)
@@ -84,7 +84,7 @@ def test_a_streak_of_skipped_updates_ends_the_run() -> None:
 
 @pytest.mark.parametrize("action", ["ignore", "warn", "skip", "stop"])
 def test_a_spike_of_the_loss_is_judged_by_the_losses_before(action: str) -> None:
-    control = _control(train={"on_spike": action}, debug={"max_skipped_steps": 1})
+    control = _control(train={"on_spike": action, "max_skipped_steps": 1})
     none = (0.0,) * 4
     for step in range(SPIKE_START):
         assert control.loss_limit == math.inf

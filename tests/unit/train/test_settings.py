@@ -84,7 +84,7 @@ OTHERS: dict[str, Any] = {
     "debug.trace_step": 2,
     "debug.profile_steps": "2",
     "debug.load_interval": 1,
-    "debug.loss_scale": 1024.0,
+    "optimizer.loss_scale": 1024.0,
 }
 # Settings of speed, memory, communication and failures, or for several ranks: the same results.
 # The last line has conditions that the data or the run decide.
@@ -94,9 +94,9 @@ SAME_RESULTS = frozenset(
         *("parallel.sequence_parallel", "pipeline.overlap_p2p", "moe.dispatcher"),
         *("optimizer.num_instances", "optimizer.overlap", "train.recompute", "graphs.mode"),
         *("run.nproc", "run.timeout_s", "run.stop_after", "checkpoint.on_failure"),
-        *("debug.bucket_numel", "debug.pad_for_ring", "debug.average_in_collective"),
-        *("debug.check_messages", "debug.backend", "debug.host_memory", "debug.peer_timeout_s"),
-        *("checkpoint.async", "checkpoint.keep", "debug.max_skipped_steps"),
+        *("optimizer.bucket_numel", "debug.pad_for_ring", "debug.average_in_collective"),
+        *("debug.check_messages", "run.backend", "debug.host_memory", "run.peer_timeout_s"),
+        *("checkpoint.async", "checkpoint.keep", "train.max_skipped_steps"),
         *("data.field", "data.document_mask", "train.loss_normalization", "checkpoint.resume"),
     }
 )
@@ -210,7 +210,7 @@ SCALED: dict[str, Any] = {
         ({"train.recompute": "full", "train.recompute_keep": 2}, "train.recompute", "keep = 2"),
         ({"graphs.mode": "full", "train.steps": 3}, "graphs.mode", "graph_warmup_steps = 3"),
         (CLONES, "moe.echo.num_spare_slots", "parallel.ep = 1"),
-        ({**EXPERTS, "debug.drop_by": "position"}, "debug.drop_by", "capacity_factor = None"),
+        ({**EXPERTS, "moe.drop_by": "position"}, "moe.drop_by", "capacity_factor = None"),
         ({**EXPERTS, "moe.over_budget": "drop"}, "moe.over_budget", "dispatcher = alltoall"),
         (
             {**EXPERTS, "moe.num_groups": 2, "moe.groups_top_k": 2},
