@@ -55,7 +55,7 @@ STEPS_WITHOUT_DEVICE = 6
 def modes_of(moe: dict[str, Any]) -> dict[str, dict[str, Any]]:
     partial = {"partial": {"mode": "partial"}}
     if moe:
-        partial["partial, whole layers"] = {"mode": "attn,moe"}
+        partial["partial, whole layers"] = {"mode": "partial", "scopes": ["attn", "moe"]}
     full = {"mode": "full"}
     return {
         "eager": {},

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "one after another": {},
     "pairs": {"overlap_moe": True},
-    "pairs, split": {"overlap_moe": "split"},
+    "pairs, split": {"overlap_moe": True, "pairs": "split"},
 }
 
 

@@ -78,7 +78,7 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "large vocabulary zb_h1": (2, {**LARGE, **_pipeline("zb_h1")}),
     "dp2": (2, {}),
     "dp2 overlap": (2, {"optimizer": {"overlap": "grads"}}),
-    "dp2 unsharded": (2, {"optimizer": {"num_instances": "all"}}),
+    "dp2 unsharded": (2, {"optimizer": {"distributed": False}}),
     "tp2": (2, {"parallel": {"tp": 2}}),
     "tp2 sequence": (2, {"parallel": {"tp": 2, "sequence_parallel": True}}),
     "cp2": (2, {"parallel": {"cp": 2}}),

@@ -95,8 +95,6 @@ def _values(info: FieldInfo) -> str:
     is_list = get_origin(info.annotation) is list
     if is_list and not get_args(options[0]):
         return "names" if options[0] is str else "tables"
-    if set(options) == {int, str}:
-        return "integer, text"
     words = [
         f'`"{word}"`'
         for option in (info.annotation, *options)
@@ -105,9 +103,6 @@ def _values(info: FieldInfo) -> str:
     ]
     if words or bool in options:
         words = ["true", "false"] * (bool in options) + words
-        for kind, name in ((int, "integer"), (float, "number")):
-            numbers = [get_args(option)[1] for option in options if kind in get_args(option)]
-            words += [f"{name}{_bound(rule)}" for each in numbers for rule in each.metadata]
         return ("list of " if is_list else "") + ", ".join(words)
     kind = next(option for option in (*options, info.annotation) if isinstance(option, type))
     names = {str: "text", int: "integer", float: "number", bool: "true, false"}

@@ -73,7 +73,7 @@ class Layout:
 def name_of(graphs: Changes) -> str:
     """What is captured, for people."""
     if not graphs["mode"].startswith("full"):
-        return str(graphs["mode"])
+        return ",".join(graphs["scopes"])
     return "whole steps with the optimizer" if graphs["mode"] == "full_step" else "whole steps"
 
 

@@ -145,7 +145,7 @@ def test_clipping_uses_the_norm_of_the_mean_gradient() -> None:
 def test_sharding_changes_no_bit(dtype: torch.dtype) -> None:
     fields = {"clip_grad": 0.5}
     sharded = run_ranks(3, train, 3, dtype, fields | {"num_instances": 1})
-    whole = run_ranks(3, train, 3, dtype, fields | {"num_instances": "all"})
+    whole = run_ranks(3, train, 3, dtype, fields | {"distributed": False})
     for (params_a, norms_a), (params_b, norms_b) in zip(sharded, whole, strict=True):
         assert norms_a == norms_b
         for a, b in zip(params_a, params_b, strict=True):
@@ -178,14 +178,14 @@ def test_a_nan_on_one_rank_makes_every_rank_skip_and_count() -> None:
 def resume(rank: int, dtype: torch.dtype, distributed: bool) -> tuple[list[Tensor], list[Tensor]]:
     groups = dp_groups(2)
     params, fresh = make_params(dtype), make_params(dtype)
-    optimizer = make_optimizer(params, groups, num_instances=1 if distributed else "all")
+    optimizer = make_optimizer(params, groups, distributed=distributed)
     for step in range(2):
         optimizer.zero_grads()
         backward(params, rank, step)
         optimizer.step(lr=LR)
     for _, param in fresh:
         param.data.fill_(9.0)
-    other = make_optimizer(fresh, groups, num_instances=1 if distributed else "all")
+    other = make_optimizer(fresh, groups, distributed=distributed)
     for ours, theirs in zip(optimizer.pieces(), other.pieces(), strict=True):
         for kind, values in ours.tensors.items():
             theirs.tensors[kind].copy_(values)
@@ -209,9 +209,7 @@ def test_state_moved_through_pieces_continues_to_the_bit(
 
 
 def pieces_of(_rank: int, distributed: bool) -> list[tuple[str, int, int]]:
-    optimizer = make_optimizer(
-        make_params(torch.float32), dp_groups(4), num_instances=1 if distributed else "all"
-    )
+    optimizer = make_optimizer(make_params(torch.float32), dp_groups(4), distributed=distributed)
     return [(piece.info.name, piece.start, piece.end) for piece in optimizer.pieces()]
 
 

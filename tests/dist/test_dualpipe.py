@@ -112,7 +112,7 @@ LAYOUTS: dict[str, tuple[Changes, int, Changes]] = {
             **PP2,
             "parallel.tp": 2,
             "parallel.sequence_parallel": True,
-            "optimizer.num_instances": "all",
+            "optimizer.distributed": False,
         },
     ),
     "pp2 cp2, mean over tokens": (PER_TOKEN, 4, {**PP2, "parallel.cp": 2}),
@@ -193,10 +193,10 @@ def train_variants(_rank: int, variants: list[Changes]) -> list[Any]:
 def test_sharding_overlap_and_graphs_change_no_bit() -> None:
     variants: list[Changes] = [
         {},
-        {"optimizer.num_instances": "all"},
+        {"optimizer.distributed": False},
         {**OVERLAPS, "debug.check_messages": True},
         {"debug.average_in_collective": False},
-        {**OVERLAPS, **GRAPHS, "graphs.mode": "attn,mlp"},
+        {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": ["attn", "mlp"]},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "full_step"},
     ]
     for plain, *others in run_ranks(2, train_variants, variants, timeout_s=120):

@@ -35,7 +35,8 @@ BASE: dict[str, dict[str, Any]] = {
         "aux_loss_coef": 1e-2,
         "z_loss_coef": 1e-3,
         # Skewed by the tests, and not levelled by training.
-        "expert_bias": 0.0,
+        "expert_bias": True,
+        "expert_bias_rate": 0.0,
     },
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
     "optimizer": {"lr": 2e-3, "warmup_steps": 5, "clip_grad": 0.0},

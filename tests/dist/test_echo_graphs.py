@@ -30,7 +30,7 @@ TIGHT = {
 }
 EAGER: dict[str, Any] = {}
 FULL = {"graphs.mode": "full", "debug.graph_warmup_steps": 2}
-LAYERS = {"graphs.mode": "attn,moe", "debug.graph_warmup_steps": 2}
+LAYERS = {"graphs.mode": "partial", "graphs.scopes": ["attn", "moe"], "debug.graph_warmup_steps": 2}
 CASES = {
     "slots for some": (STATIC, [FULL, LAYERS]),
     "slots for all": (ENOUGH, [FULL]),

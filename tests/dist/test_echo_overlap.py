@@ -40,7 +40,7 @@ INTERLEAVED = {
 PEERS = {"moe.dispatcher": "static", "debug.static_transport": "peer"}
 MESSAGES = {"moe.dispatcher": "static", "debug.static_transport": "collective"}
 OVERLAP = {"pipeline.overlap_moe": True}
-SPLIT = {"pipeline.overlap_moe": "split"}
+SPLIT = {"pipeline.overlap_moe": True, "pipeline.pairs": "split"}
 PARTS = {"train.recompute": "norm,activation,moe"}
 # By number of ranks: a run, and the ways to overlap it.
 CASES: dict[int, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = {

@@ -72,7 +72,7 @@ def test_a_run_has_the_validation_losses_of_its_training(
         sets.append({"path": str(tmp_path / f"{name}.txt"), "weight": ord(name)})
     base: dict[str, dict[str, Any]] = {
         "model": dict(FOUR_LAYERS),
-        "moe": {"num_experts": 4, "ffn_hidden_size": 16, "expert_bias": 0.1},
+        "moe": {"num_experts": 4, "ffn_hidden_size": 16, "expert_bias": True},
         "train": {"steps": 3, "global_batch_size": 8, "microbatch_size": 2, "eval_interval": 3},
         "data": {"source": str(tmp_path / "a.txt"), "validation": sets},
         "run": {"dir": str(tmp_path / "run"), "plain": True},

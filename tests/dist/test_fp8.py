@@ -29,7 +29,7 @@ def test_schedules_and_recomputation_change_no_bit() -> None:
     for changes in (
         {"pipeline.schedule": "zb_h1"},
         {"train.recompute": "full"},
-        {"optimizer.num_instances": "all"},
+        {"optimizer.distributed": False},
     ):
         assert run_ranks(2, _train, 2, pp2 | changes, timeout_s=120)[0] == plain
 

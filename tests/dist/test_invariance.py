@@ -69,7 +69,7 @@ LAYOUTS = {
     "one rank with 2 chunks, split backwards": (1, {"pipeline.schedule": "interleaved_zb"}),
     "pp4 uneven": (4, {"parallel.pp": 4, "pipeline.layout": "Ett|t|t|L"}),
     "dp2": (2, {}),
-    "dp2 without ZeRO-1": (2, {"optimizer.num_instances": "all"}),
+    "dp2 without ZeRO-1": (2, {"optimizer.distributed": False}),
     "dp4 small buckets": (4, {"optimizer.bucket_numel": 1000}),
     "tp2 pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
     "tp2 pp2 sequence parallel, 2 chunks": (
@@ -335,7 +335,7 @@ def test_a_pipeline_changes_no_bit() -> None:
 @pytest.mark.dist
 def test_zero1_changes_no_bit() -> None:
     sharded = train_on_ranks(2, {"optimizer.num_instances": 1})
-    assert sharded == train_on_ranks(2, {"optimizer.num_instances": "all"})
+    assert sharded == train_on_ranks(2, {"optimizer.distributed": False})
 
 
 @pytest.mark.dist

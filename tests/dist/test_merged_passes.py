@@ -66,7 +66,7 @@ OF_TWO = {
 WAYS = {
     "plain": {},
     "whole": {"pipeline.overlap_moe": True},
-    "split": {"pipeline.overlap_moe": "split"},
+    "split": {"pipeline.overlap_moe": True, "pipeline.pairs": "split"},
 }
 
 

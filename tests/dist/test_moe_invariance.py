@@ -129,7 +129,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe.activation": "gelu",
         "moe.layer_pattern": "d(de)",
         "moe.aux_loss_coef": 0.0,
-        "model.qk_norm": True,
+        "model.qk_norm": "head",
         "model.head_dim": 12,
         "model.num_kv_heads": 4,
         "model.dropout": 0.1,
@@ -165,7 +165,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {
             **{**EP2, **STATIC, "debug.static_transport": "peer", "train.recompute": "full"},
-            **{"graphs.mode": "attn,mlp,moe", "debug.graph_backend": "emulated"},
+            **{
+                "graphs.mode": "partial",
+                "graphs.scopes": ["attn", "mlp", "moe"],
+                "debug.graph_backend": "emulated",
+            },
         },
     ),
     "ep2, a shared gate gathered late": (
@@ -175,7 +179,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "dp4 ep2": ("softmax", 4, EP2),
     "dp4 ep4": ("softmax", 4, {"parallel.ep": 4}),
-    "dp4 ep2 without ZeRO-1": ("softmax", 4, {**EP2, "optimizer.num_instances": "all"}),
+    "dp4 ep2 without ZeRO-1": ("softmax", 4, {**EP2, "optimizer.distributed": False}),
     "dp4 ep2 etp2 static": ("softmax", 4, {**EP2, **ETP2, **STATIC}),
     "tp2 sp ep2": ("softmax", 4, {**TP2, **SP, **EP2}),
     "tp2 sp etp1 ep4": ("softmax", 4, {**TP2, **SP, **ETP1, "parallel.ep": 4}),

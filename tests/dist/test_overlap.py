@@ -33,7 +33,7 @@ INTERLEAVED = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
     "dp2": (2, {}),
-    "dp2 not sharded": (2, {"optimizer.num_instances": "all"}),
+    "dp2 not sharded": (2, {"optimizer.distributed": False}),
     "dp3 bfloat16": (3, {"train.dtype": "bfloat16", "train.global_batch_size": 12}),
     "dp4": (4, {}),
     "tp2 dp2 sequence parallel": (4, {"parallel.tp": 2, "parallel.sequence_parallel": True}),

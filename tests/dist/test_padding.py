@@ -38,7 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "graphs of routers": (
         2,
         {
-            "graphs.mode": "moe_router",
+            "graphs.mode": "partial",
+            "graphs.scopes": ["moe_router"],
             "debug.graph_backend": "emulated",
             "debug.graph_warmup_steps": 1,
         },

@@ -47,7 +47,7 @@ def force(trainer: Trainer, favoured: list[int]) -> None:
 
 
 def train(world_size: int, changes: dict[str, Any], favoured: list[int]) -> Any:
-    bias = {"moe.expert_bias": 0.0}
+    bias = {"moe.expert_bias": True, "moe.expert_bias_rate": 0.0}
     config = make_config(world_size, {**BASE, **bias, **changes})
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
     force(trainer, favoured)

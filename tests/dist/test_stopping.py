@@ -199,7 +199,7 @@ def test_a_run_stops_by_itself_after_its_time(config: Path, tmp_path: Path) -> N
 
 
 def test_checkpoints_are_written_by_time(config: Path, tmp_path: Path) -> None:
-    settings = ("--nproc=2", "--train.steps=100000", "--checkpoint.interval=1s")
+    settings = ("--nproc=2", "--train.steps=100000", "--checkpoint.interval_time=1s")
     job = _start(config, tmp_path, *settings)
     _wait_for_step(tmp_path, 0)
     deadline = time.monotonic() + 60

@@ -86,7 +86,7 @@ def needs_kernels(model: str) -> None:
 
 
 SETTINGS = [
-    ("dense", {"mode": "attn"}),
+    ("dense", {"mode": "partial", "scopes": ["attn"]}),
     ("dense", {"mode": "partial"}),
     ("dense", {"mode": "full"}),
     ("dense", WITH_STEP),
@@ -96,12 +96,12 @@ SETTINGS = [
     ("dense in float16", WITH_STEP),
     ("dense, recomputed", {"mode": "partial"}),
     ("dense, recomputed", {"mode": "full"}),
-    ("experts", {"mode": "attn"}),
-    ("experts", {"mode": "attn,moe_router"}),
-    ("experts", {"mode": "moe_router,moe_preprocess"}),
+    ("experts", {"mode": "partial", "scopes": ["attn"]}),
+    ("experts", {"mode": "partial", "scopes": ["attn", "moe_router"]}),
+    ("experts", {"mode": "partial", "scopes": ["moe_router", "moe_preprocess"]}),
     ("experts", {"mode": "partial"}),
     ("static experts in bfloat16", {"mode": "partial"}),
-    ("static experts in bfloat16", {"mode": "attn,mlp,moe"}),
+    ("static experts in bfloat16", {"mode": "partial", "scopes": ["attn", "mlp", "moe"]}),
     ("static experts in bfloat16", {"mode": "full"}),
     ("static experts in bfloat16", WITH_STEP),
 ]

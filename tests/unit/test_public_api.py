@@ -180,7 +180,7 @@ def test_values_have_readable_texts() -> None:
             "EchoConfig has no setting domain; did you mean domain_size?",
         ),
         (lambda: MoEConfig(layer_pattern="d(e"), r'layer_pattern = .* as in "de" or "dd\(e\)"'),
-        (lambda: CheckpointConfig(interval=2.5), "must be a number of steps, or a time span such"),
+        (lambda: CheckpointConfig(interval=2.5), "interval must be a valid integer"),
         (
             lambda: build_schedule("1f1b", num_ranks="2", num_microbatches=2),
             "num_ranks must be a whole number, got '2'",

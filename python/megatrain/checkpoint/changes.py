@@ -36,7 +36,9 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
     "model": frozenset({"init_std"}),
     "moe": frozenset(),
     "data": frozenset({"cache"}),
-    "optimizer": frozenset({"overlap", "num_instances", "bucket_numel", "loss_scale"}),
+    "optimizer": frozenset(
+        {"overlap", "distributed", "num_instances", "bucket_numel", "loss_scale"}
+    ),
 }
 # Those of [train] that a run has from its start to its end.
 _IDENTITY = frozenset({"seed", "global_batch_size"})

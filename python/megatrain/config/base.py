@@ -6,13 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -118,17 +117,6 @@ class Section(BaseModel, metaclass=_SectionType):
     def _expand_dtype(cls, value: Any) -> Any:
         return _DTYPES.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation: Any = cls.model_fields[info.field_name or ""].annotation
-        if rule := choice_rule(annotation):
-            try:
-                TypeAdapter[Any](annotation, config=_STRICT).validate_python(value)
-            except ValidationError:
-                raise ValueError(f"must be {rule}") from None
-        return value
-
     @field_validator("*")
     @classmethod
     def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
@@ -156,43 +144,6 @@ class Section(BaseModel, metaclass=_SectionType):
             for name, info in cls.model_fields.items()
             if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
         }
-
-
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-def choice_rule(annotation: Any) -> str:
-    """Return the rule of a setting that takes a switch or a number as well as words, or ``""``.
-
-    One rule in place of pydantic's one for each part of the type.
-
-    Example:
-        >>> from typing import Annotated, Literal
-        >>> from pydantic import Field
-        >>> choice_rule(Annotated[int, Field(ge=1)] | Literal["all"]), choice_rule(int)
-        ('a whole number of at least 1, or all', '')
-    """
-    options = get_args(annotation)
-    if get_origin(annotation) not in (Union, UnionType) or NoneType in options:
-        return ""
-    words = [word for option in options for word in get_args(option) if isinstance(word, str)]
-    if not words and bool not in options:
-        return ""
-    choices = ["true", "false"] if bool in options else []
-    for option in options:
-        kind, *rules = get_args(option) or (option,)
-        if kind in (int, float):
-            bounds = {"ge": "of at least", "gt": "above"}
-            limits = [
-                f" {text} {getattr(bound, name):g}"
-                for rule in rules
-                for bound in rule.metadata
-                for name, text in bounds.items()
-                if hasattr(bound, name)
-            ]
-            choices.append(("a whole number" if kind is int else "a number") + "".join(limits))
-    *others, last = choices + words
-    return f"{', '.join(others)}, or {last}"
 
 
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

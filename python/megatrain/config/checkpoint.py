@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -17,10 +17,16 @@ class CheckpointConfig(Section):
         min_length=1,
         description="Folder of checkpoints. Default: `<run.dir>/checkpoints`.",
     )
-    interval: int | str = Field(
+    interval: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Steps between checkpoints; 0 saves only at the end, -1 never. Default: "
+        "`interval_time` decides.",
+    )
+    interval_time: str = Field(
         default="30m",
-        description="Steps between checkpoints, or a time span such as `30m` or `2h`; 0 saves only "
-        "at the end, -1 never.",
+        description="Time span between checkpoints, such as `30m` or `2h`, unless `interval` is "
+        "set.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
     in_background: bool = Field(
@@ -60,7 +66,7 @@ class CheckpointConfig(Section):
             >>> CheckpointConfig(interval=100).interval_steps, CheckpointConfig().interval_steps
             (100, 0)
         """
-        return max(0, self.interval) if isinstance(self.interval, int) else 0
+        return max(0, self.interval or 0)
 
     @property
     def interval_s(self) -> float:
@@ -70,21 +76,10 @@ class CheckpointConfig(Section):
             >>> CheckpointConfig(interval=100).interval_s, CheckpointConfig().interval_s
             (0.0, 1800.0)
         """
-        return duration_s(self.interval) if isinstance(self.interval, str) else 0.0
+        return duration_s(self.interval_time) if self.interval is None else 0.0
 
-    @field_validator("interval", mode="before")
+    @field_validator("interval_time")
     @classmethod
-    def _parse_interval(cls, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError("must be a number of steps, or a time span such as 30m")
-        is_number = isinstance(value, str) and value.removeprefix("-").isdecimal()
-        return int(value) if is_number else value  # text, in overrides
-
-    @field_validator("interval")
-    @classmethod
-    def _check_interval(cls, value: int | str) -> int | str:
-        if isinstance(value, str):
-            duration_s(value)
-        elif value < -1:
-            raise ValueError("must be at least -1")
-        return value
+    def _check_duration(cls, text: str) -> str:
+        duration_s(text)
+        return text

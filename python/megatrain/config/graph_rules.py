@@ -22,8 +22,10 @@ def graph_scopes(config: Config) -> tuple[str, ...]:
         >>> graph_scopes(Config(graphs={"mode": "partial"}))
         ('attn', 'mlp')
     """
-    if config.graphs.mode != "partial":
-        return config.graphs.named_scopes
+    if not config.graphs.is_partial:
+        return ()
+    if config.graphs.scopes:
+        return tuple(config.graphs.scopes)
     kinds = _layer_kinds(config)
     scopes = [] if config.data.document_mask else ["attn"]
     scopes += ["mlp"] if "dense" in kinds else []
@@ -63,7 +65,8 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     if config.data.document_mask and (graphs.is_full or "attn" in graph_scopes(config)):
         yield (
             f"{shown('graphs.mode')} captures attention, but {shown('data.document_mask')} gives "
-            'it other lengths in every step; set graphs.mode = "partial", or document_mask = false'
+            'it other lengths in every step; set graphs.mode = "partial" without attn in '
+            "graphs.scopes, or document_mask = false"
         )
     if graphs.is_partial:
         yield from _scope_problems(config, shown)
@@ -102,13 +105,13 @@ def _clone_problems(config: Config, shown: Shown, where: str) -> Iterator[str]:
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.num_spare_slots')} lets the "
             'host send clones; set moe.dispatcher = "static" without debug.static_transport = '
-            '"collective", capture attn,mlp,moe_router at most, or set num_spare_slots = 0'
+            '"collective", capture attn, mlp, moe_router at most, or set num_spare_slots = 0'
         )
 
 
 def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     kinds, scopes = _layer_kinds(config), graph_scopes(config)
-    where = shown("graphs.mode")
+    where = shown("graphs.scopes")
     if "mlp" in scopes and "dense" not in kinds:
         yield f"{where} names mlp, but every layer has experts instead of an MLP; leave it out"
     experts = [scope for scope in scopes if scope.startswith("moe")]
@@ -131,7 +134,7 @@ def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
         yield (
             f"{where} names moe, but {shown('moe.dispatcher')} asks the device how many tokens go "
             'where, which a graph cannot; set moe.dispatcher = "static", or capture '
-            "moe_router,moe_preprocess"
+            "moe_router and moe_preprocess"
         )
 
 
@@ -171,7 +174,7 @@ def _recompute_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             if not _WHOLE[kind] <= scopes:
                 yield (
                     f"{where} captures a part of layers, but {shown('train.recompute')} runs whole "
-                    f"layers again; capture {','.join(sorted(_WHOLE[kind]))}, or recompute parts "
+                    f"layers again; capture {', '.join(sorted(_WHOLE[kind]))}, or recompute parts "
                     "(selective)"
                 )
     if "moe" in recomputed and "moe_router" in scopes:

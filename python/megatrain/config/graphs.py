@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from megatrain.config.base import Section
-
-MODES = ("off", "partial", "full", "full_step")
-SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
 
 
 class GraphsConfig(Section):
     """``[graphs]``: CUDA graphs of parts of layers, or of a whole step."""
 
-    mode: str = Field(
+    mode: Literal["off", "partial", "full", "full_step"] = Field(
         default="off",
-        description="`off`; `full`, all forward and backward passes of a step, and those of a "
-        "validation; `full_step`, the optimizer step, too, with the collectives before and after "
-        "it: skipping, clipping and the loss scale are decided on the device; or parts of layers, "
-        "comma-separated: `attn` (attention with norm and dropout), `mlp` (dense MLPs with norm "
-        "and dropout), `moe` (whole MoE layers; needs the dispatcher `static`), `moe_router` (MoE "
-        "layers up to the choice of experts), `moe_preprocess` (up to the dispatch plan; with "
-        "`moe_router`). `partial` is `attn`, `mlp`, `moe_router` and `moe_preprocess`, as far as "
-        "the model has them; without `attn` if `data.document_mask` is on, without "
-        "`moe_preprocess` if experts are cloned. Results are bitwise equal to those without.",
+        description="`partial`, the parts of layers in `scopes`; `full`, all forward and backward "
+        "passes of a step, and those of a validation; `full_step`, the optimizer step, too, with "
+        "the collectives before and after it: skipping, clipping and the loss scale are decided on "
+        "the device. Results are bitwise equal to those without.",
+    )
+    scopes: list[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]] = Field(
+        default=[],
+        description="Parts of layers that `partial` captures: `attn` (attention with norm and "
+        "dropout), `mlp` (dense MLPs with norm and dropout), `moe` (whole MoE layers; needs the "
+        "dispatcher `static`), `moe_router` (MoE layers up to the choice of experts), "
+        "`moe_preprocess` (up to the dispatch plan; with `moe_router`). Default: `attn`, `mlp`, "
+        "`moe_router` and `moe_preprocess`, as far as the model has them; without `attn` if "
+        "`data.document_mask` is on, without `moe_preprocess` if experts are cloned.",
     )
     on_failure: Literal["error", "recapture", "eager"] = Field(
         default="error",
@@ -42,37 +43,18 @@ class GraphsConfig(Section):
     @property
     def is_partial(self) -> bool:
         """Return whether parts of layers are captured."""
-        return self.mode not in ("off", "full", "full_step")
+        return self.mode == "partial"
 
-    @property
-    def named_scopes(self) -> tuple[str, ...]:
-        """The parts of layers that ``mode`` names; none for ``partial``.
-
-        Example:
-            >>> [GraphsConfig(mode=mode).named_scopes for mode in ("attn,mlp", "partial")]
-            [('attn', 'mlp'), ()]
-        """
-        return () if self.mode in MODES else tuple(self.mode.split(","))
-
-    @field_validator("mode")
-    @classmethod
-    def _check_mode(cls, mode: str) -> str:
-        if mode in MODES:
-            return mode
-        names = mode.split(",")
-        for name in names:
-            if name not in SCOPES:
-                raise ValueError(
-                    f"must be {', '.join(MODES)}, or some of {', '.join(SCOPES)}, joined by "
-                    f'commas, got "{name}"'
-                )
-        if "moe_preprocess" in names and "moe_router" not in names:
+    @model_validator(mode="after")
+    def _check_scopes(self) -> Self:
+        if "moe_preprocess" in self.scopes and "moe_router" not in self.scopes:
             raise ValueError(
                 "moe_preprocess works on what the router has just chosen, so a capture of it "
-                "begins with the router; add moe_router"
+                "begins with the router; add moe_router to scopes"
             )
-        if "moe" in names and "moe_router" in names:
+        if "moe" in self.scopes and "moe_router" in self.scopes:
             raise ValueError(
-                "moe captures MoE layers whole, and moe_router only their beginning; leave one out"
+                "moe captures MoE layers whole, and moe_router only their beginning; leave one "
+                "out of scopes"
             )
-        return mode
+        return self

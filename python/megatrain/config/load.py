@@ -208,22 +208,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], li
 def _next_value(key: str, rest: list[str]) -> str:
     annotation = _annotation(key)
     is_switch = annotation is bool or bool in typing.get_args(annotation)
-    if rest and not rest[0].startswith("--") and (not is_switch or _fits(annotation, rest[0])):
+    # A word after a switch is its value only if it can be; else it is the next argument.
+    if rest and not rest[0].startswith("--") and (not is_switch or rest[0] in _ON + _OFF):
         return rest.pop(0)
     if is_switch:
         return "true"
     raise ConfigError(f"--{key} needs a value, as in --{key}=VALUE")
-
-
-def _fits(annotation: Any, text: str) -> bool:
-    """Return whether a word after a switch is its value, and not the next argument."""
-    if annotation is bool:
-        return text in _ON + _OFF
-    try:
-        TypeAdapter[Any](annotation).validate_python(text)
-    except ValidationError:
-        return False
-    return True
 
 
 def join_problems(problems: Sequence[str]) -> str:
@@ -265,7 +255,8 @@ def _typed(key: str, text: str) -> Any:
         return None
     if typing.get_origin(annotation) is list:
         value = _toml_or_text(text)
-        is_names = typing.get_args(annotation)[0] is str
+        of_words = typing.get_args(annotation)[0]
+        is_names = of_words is str or typing.get_origin(of_words) is typing.Literal
         return value.split(",") if is_names and isinstance(value, str) else value
     try:
         return TypeAdapter[Any](annotation).validate_python(text)

@@ -236,9 +236,9 @@ class ModelConfig(Section):
         description="Place of the norm of attention and MLP: on the block's input, or on its "
         "output, before that is added to the residual stream.",
     )
-    qk_norm: bool | Literal["full"] = Field(
-        default=False,
-        description="RMSNorm of queries and keys, before rotation: of each head, with one weight "
+    qk_norm: Literal["none", "head", "full"] = Field(
+        default="none",
+        description="RMSNorm of queries and keys, before rotation: of each `head`, with one weight "
         "for all heads, or, with `full`, of all heads together.",
     )
     init_std: float = Field(

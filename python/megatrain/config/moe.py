@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -108,11 +108,16 @@ class MoEConfig(Section):
         description="Transport of tokens to experts: all-gather; all-to-all of each copy to its "
         "rank; or the same in buffers of fixed size, without host sync.",
     )
-    static_budget: Annotated[float, Field(gt=0.0)] | Literal["capacity"] = Field(
+    static_budget: float = Field(
         default=2.0,
+        gt=0.0,
         description="`static`: rows of each buffer, as a multiple of a rank's fair share of "
-        "copies, at most the largest number that can arrive; or exactly the `capacity` of each "
-        "expert, so that nothing can overflow.",
+        "copies, at most the largest number that can arrive.",
+    )
+    pad_to_capacity: bool = Field(
+        default=False,
+        description="`static`: give buffers exactly the rows of each expert's capacity, by "
+        "`capacity_factor`, in place of `static_budget`, so that nothing can overflow.",
     )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="rerun",
@@ -150,10 +155,15 @@ class MoEConfig(Section):
         "A group's score is that of its best expert, or the sum of its best two with sigmoid.",
     )
     groups_top_k: int = Field(default=1, ge=1, description="Number of groups chosen per token.")
-    expert_bias: Annotated[float, Field(ge=0.0)] | bool = Field(
+    expert_bias: bool = Field(
         default=False,
         description="Balance experts by a bias on their scores, updated from the load, instead of "
-        "a loss: the change of the bias per step; `true` for 0.001, 0 for a bias that stays.",
+        "a loss.",
+    )
+    expert_bias_rate: float = Field(
+        default=1e-3,
+        ge=0.0,
+        description="Change of the experts' bias per step; 0 for a bias that stays.",
     )
     aux_loss_coef: float = Field(
         default=0.0, ge=0.0, description="Weight of the load-balancing loss."
@@ -204,26 +214,9 @@ class MoEConfig(Section):
         return self.echo.options().guaranteed_factor(experts_per_rank) or self.first_budget
 
     @property
-    def expert_bias_rate(self) -> float | None:
-        """Change of the experts' bias per step; ``None`` without a bias.
-
-        Example:
-            >>> [MoEConfig(expert_bias=bias).expert_bias_rate for bias in (False, True, 0.0)]
-            [None, 0.001, 0.0]
-        """
-        if isinstance(self.expert_bias, bool):
-            return 1e-3 if self.expert_bias else None
-        return self.expert_bias
-
-    @property
-    def pads_to_capacity(self) -> bool:
-        """True if buffers of ``static`` have exactly the capacity's rows for each expert."""
-        return self.static_budget == "capacity"
-
-    @property
     def first_budget(self) -> float:
         """Rows of a ``static`` buffer over the fair share; 1 if the capacity determines them."""
-        return 1.0 if isinstance(self.static_budget, str) else self.static_budget
+        return 1.0 if self.pad_to_capacity else self.static_budget
 
     def router_options(self, debug: DebugConfig) -> RouterOptions:
         """Return the options of the routers.
@@ -239,7 +232,7 @@ class MoEConfig(Section):
             scaling_factor=self.scaling_factor,
             num_groups=self.num_groups,
             groups_top_k=self.groups_top_k,
-            bias_rate=self.expert_bias_rate,
+            bias_rate=self.expert_bias_rate if self.expert_bias else None,
             aux_loss_coef=self.aux_loss_coef,
             aux_loss_type=self.aux_loss_type,
             z_loss_coef=self.z_loss_coef,
@@ -254,9 +247,7 @@ class MoEConfig(Section):
 
         if self.capacity_factor is None:
             return None
-        return Capacity(
-            factor=self.capacity_factor, drop_by=self.drop_by, pad=self.pads_to_capacity
-        )
+        return Capacity(factor=self.capacity_factor, drop_by=self.drop_by, pad=self.pad_to_capacity)
 
     @property
     def gated(self) -> bool:
@@ -272,16 +263,16 @@ class MoEConfig(Section):
     def _check(self) -> Self:
         if self.num_experts > 0:
             self.router_options(DebugConfig())  # raises if the choices are inconsistent
-        is_padded = self.pads_to_capacity
+        is_padded = self.pad_to_capacity
         if is_padded and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(
-                'static_budget = "capacity" needs capacity_factor and dispatcher = "static"; set '
-                "both, or leave static_budget out"
+                'pad_to_capacity needs capacity_factor and dispatcher = "static"; set both, or '
+                "leave pad_to_capacity out"
             )
         if self.echo.num_spare_slots > 0 and is_padded:
             raise ValueError(
-                'echo.num_spare_slots bounds the load of ranks, static_budget = "capacity" that '
-                "of each expert; set echo.num_spare_slots = 0, or leave static_budget out"
+                "echo.num_spare_slots bounds the load of ranks, pad_to_capacity that of each "
+                "expert; set echo.num_spare_slots = 0, or pad_to_capacity = false"
             )
         if self.echo.num_spare_slots > 0 and self.num_experts == 0:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,11 +46,16 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(
         default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
     )
-    num_instances: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
-        default=1,
-        description="Copies of the optimizer state: 1 shards it over all data parallel ranks "
-        "(ZeRO-1); more are each sharded over neighbouring ranks (hybrid sharding); `all` gives "
+    distributed: bool = Field(
+        default=True,
+        description="Shard the optimizer state over data parallel ranks (ZeRO-1); `false` gives "
         "every rank the whole state.",
+    )
+    num_instances: int = Field(
+        default=1,
+        ge=1,
+        description="Copies of the sharded optimizer state: 1 shards it over all data parallel "
+        "ranks; more are each sharded over neighbouring ranks (hybrid sharding).",
     )
     grad_dtype: Literal["float32", "param", "param_fp32_sum"] = Field(
         default="float32",
@@ -120,14 +125,9 @@ class OptimizerConfig(Section):
         )
 
     @property
-    def distributed(self) -> bool:
-        """True if the optimizer state is sharded over data parallel ranks."""
-        return self.num_instances != "all"
-
-    @property
     def sharded_instances(self) -> int:
         """Instances that shard the state; 1 without sharding, where all ranks form one."""
-        return self.num_instances if isinstance(self.num_instances, int) else 1
+        return self.num_instances if self.distributed else 1
 
     def default_decay_steps(self, steps: int) -> int:
         """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""

@@ -67,14 +67,19 @@ class PipelineConfig(Section):
         description="Overlap messages between stages with compute, with receives posted in "
         "advance. Only with gloo, where it is the default; refused with NCCL.",
     )
-    overlap_moe: bool | Literal["split"] = Field(
+    overlap_moe: bool = Field(
         default=False,
         description="Overlap dispatch and combine of one microbatch with compute of another. For "
         "the schedules `1f1b`, `interleaved_1f1b`, `dualpipe_v` and `dualpipe`, which then run "
         "forwards in pairs with backwards, with `parallel.ep` > 1 and the dispatchers `alltoall` "
-        "and `static`. `split`, for `1f1b` and `interleaved_1f1b`, also computes weight gradients "
-        "separately, during exchanges of row gradients, and the remaining ones after the gradient "
-        "of the input was sent to the previous rank. Results are bitwise equal to those without.",
+        "and `static`. Results are bitwise equal to those without.",
+    )
+    pairs: Literal["whole", "split"] = Field(
+        default="whole",
+        description="Backward passes in the pairs of `overlap_moe`: `split`, for `1f1b` and "
+        "`interleaved_1f1b`, computes weight gradients separately, during exchanges of row "
+        "gradients, and the remaining ones after the gradient of the input was sent to the "
+        "previous rank. Results are bitwise equal.",
     )
     group_size: int | None = Field(
         default=None,
@@ -95,12 +100,12 @@ class PipelineConfig(Section):
         return schedule_info(self.schedule)
 
     @property
-    def pairs(self) -> Literal["whole", "split"] | None:
+    def requested_pairs(self) -> Literal["whole", "split"] | None:
         """Kind of the pairs of forwards and backwards, if the schedule has them only on request."""
         info = self.schedule_info
         if not self.overlap_moe or info is None or not info.takes_pairs:
             return None
-        return "split" if self.overlap_moe == "split" else "whole"
+        return self.pairs
 
     @property
     def is_v(self) -> bool:

@@ -85,11 +85,11 @@ def _check_overlap_moe(problems: ConfigErrors, config: ResolvedConfig) -> None:
             f"microbatch, but {problems.shown('pipeline.schedule')}; use "
             f"{_names(lambda other: other.takes_pairs)}, dualpipe_v or dualpipe, or turn it off"
         )
-    elif pipeline.overlap_moe == "split" and has_pairs:
+    elif pipeline.pairs == "split" and has_pairs:
         problems.add(
-            f"{place} computes weight gradients separately, which is for the schedules "
-            f"{_names(lambda other: other.takes_pairs)}, but "
-            f"{problems.shown('pipeline.schedule')}; change that, or set overlap_moe = true"
+            f"{problems.shown('pipeline.pairs')} computes weight gradients separately, which is "
+            f"for the schedules {_names(lambda other: other.takes_pairs)}, but "
+            f'{problems.shown("pipeline.schedule")}; change that, or set pairs = "whole"'
         )
     if config.moe.num_experts == 0 or config.parallel.ep == 1:
         key = "moe.num_experts" if config.moe.num_experts == 0 else "parallel.ep"

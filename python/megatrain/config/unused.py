@@ -242,6 +242,36 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         reason="checkpoint.interval",
         holds=lambda config: not config.checkpoint.saves,
     ),
+    UnusedRule(
+        keys=("checkpoint.interval_time",),
+        reason="checkpoint.interval",
+        holds=lambda config: config.checkpoint.interval is not None,
+    ),
+    UnusedRule(
+        keys=("graphs.scopes",),
+        reason="graphs.mode",
+        holds=lambda config: not config.graphs.is_partial,
+    ),
+    UnusedRule(
+        keys=("pipeline.pairs",),
+        reason="pipeline.overlap_moe",
+        holds=lambda config: not config.pipeline.overlap_moe,
+    ),
+    UnusedRule(
+        keys=("moe.expert_bias_rate",),
+        reason="moe.expert_bias",
+        holds=lambda config: not config.moe.expert_bias and _has_experts(config),
+    ),
+    UnusedRule(
+        keys=("moe.static_budget",),
+        reason="moe.pad_to_capacity",
+        holds=lambda config: config.moe.pad_to_capacity,
+    ),
+    UnusedRule(
+        keys=("optimizer.num_instances",),
+        reason="optimizer.distributed",
+        holds=lambda config: not config.optimizer.distributed,
+    ),
 )
 
 

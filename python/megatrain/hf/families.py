@@ -17,6 +17,7 @@ from megatrain.hf.keys import Key, LayerRule
 from megatrain.hf.layer_rules import (
     FirstDense,
     GroupLimit,
+    HeadNorms,
     RotatedWidth,
     SharedExperts,
     SparseStep,
@@ -318,13 +319,11 @@ _DEEPSEEK_IGNORED = ("qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size")
 # Fine-tuning leaves biases of experts and layers for multi-token prediction as they are.
 _DEEPSEEK_V3 = {
     "moe.score_function": "sigmoid",
-    "moe.expert_bias": 0.0,
+    "moe.expert_bias": True,
+    "moe.expert_bias_rate": 0.0,
     "model.mtp_loss_coef": 0.0,
 }
-_GLM4_KEYS = (
-    Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),
-    Key(theirs=("use_qk_norm",), ours=("model.qk_norm",), kind=bool, default=False),
-)
+_GLM4_KEYS = (Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -361,7 +360,7 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(kv_heads=32, head_dim=128), _FFN, _BIAS),
             fixed=_FIXED,
             stated=_QK_NORM_STATED,
-            implied={"model.qk_norm": True},
+            implied={"model.qk_norm": "head"},
             rules=(Windows(default=4096, switch=True, by_layer=True), PaddingRow()),
         ),
         Family(
@@ -380,7 +379,7 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_sizes(kv_heads=4), *_QWEN3_MOE_KEYS, _BIAS),
             fixed=_FIXED,
             stated=_QK_NORM_STATED,
-            implied={"model.qk_norm": True},
+            implied={"model.qk_norm": "head"},
             rules=(SparseStep(), Windows(default=4096, switch=True), RouterLoss(), PaddingRow()),
         ),
         Family(
@@ -411,7 +410,7 @@ FAMILIES: Mapping[str, Family] = {
             ),
             fixed=_FIXED,
             implied=_DEEPSEEK_V3,
-            rules=(FirstDense(default=1), SharedExperts(default=1), PaddingRow()),
+            rules=(FirstDense(default=1), SharedExperts(default=1), HeadNorms(), PaddingRow()),
             copies=_MTP_COPIES,
             rotary_fraction=0.5,
         ),

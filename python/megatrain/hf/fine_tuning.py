@@ -90,8 +90,8 @@ def training_note(config: Mapping[str, Any], model: ModelConfig, moe: MoEConfig)
         One line, or ``None`` if there are none.
     """
     parts = []
-    if moe.num_experts and moe.expert_bias_rate is not None:
-        parts.append("moe.expert_bias = 0.0 (the biases of experts stay; a rate updates them)")
+    if moe.num_experts and moe.expert_bias:
+        parts.append("moe.expert_bias_rate = 0 (the biases of experts stay)")
     coef = config.get(_COEF)
     if moe.aux_loss_coef:
         parts.append(

@@ -121,6 +121,22 @@ class GroupLimit:
         return {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of the heads of queries and keys, switched by ``use_qk_norm``."""
+
+    names: tuple[str, ...] = ("use_qk_norm",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the norm of queries and keys; a missing or empty entry has none."""
+        has_norms = checked("use_qk_norm", config.get("use_qk_norm") or False, bool)
+        return {"model.qk_norm": "head" if has_norms else "none"}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entry for the same norms."""
+        return {"use_qk_norm": values["model.qk_norm"] == "head"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedExperts:
     """Shared experts, joined to one expert of their total width.

@@ -28,6 +28,8 @@ _TRAINING_ONLY = frozenset(
         "moe.layer_pattern",  # compared as the layers with experts
         "moe.dispatcher",
         "moe.static_budget",
+        "moe.pad_to_capacity",
+        "moe.expert_bias_rate",
         "moe.over_budget",
         "moe.capacity_factor",
         "moe.aux_loss_coef",
@@ -65,8 +67,6 @@ def import_values(model: ModelConfig, moe: MoEConfig) -> dict[str, dict[str, Any
         moe: From `sections_from_hf`.
     """
     experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
-    if moe.expert_bias is not False:
-        experts["expert_bias"] = moe.expert_bias  # 0.0 equals the default
     return {"model": model.model_dump(exclude_none=True), "moe": experts}
 
 
@@ -221,9 +221,9 @@ def differences(
     """Return the settings that make two models compute different results.
 
     Example:
-        >>> sections = ModelConfig(qk_norm=True), MoEConfig()
+        >>> sections = ModelConfig(qk_norm="head"), MoEConfig()
         >>> differences((ModelConfig(), MoEConfig()), sections)
-        ['model.qk_norm = false instead of true']
+        ['model.qk_norm = "none" instead of "head"']
     """
     got, expected = _comparable(*found), _comparable(*wanted)
     return [
@@ -296,7 +296,6 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     if moe.score_function == "softmax_after_top_k":
         # Equal to the softmax over all experts, divided by the sum of the chosen ones.
         values |= {"moe.score_function": "softmax", "moe.normalize": True}
-    values["moe.expert_bias"] = moe.expert_bias_rate is not None
     if moe.num_groups == moe.groups_top_k:
         values |= {"moe.num_groups": 1, "moe.groups_top_k": 1}
     return {name: value for name, value in values.items() if name not in skipped}

@@ -150,7 +150,7 @@ def make_qk_norm(name: str, context: ModelContext) -> HeadNorms | WidthNorms | N
     The modules take ``(S, B, G, (Q + 2) * D)``, for each of G key heads its Q query heads, the key
     and the value, and return them as `split_and_rotate`, rotated by the tables ``rotary``.
     """
-    if not context.config.qk_norm:
+    if context.config.qk_norm == "none":
         return None
     kind = WidthNorms if context.config.qk_norm == "full" else HeadNorms
     return kind(name, context)

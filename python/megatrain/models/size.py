@@ -128,10 +128,10 @@ def _attention_params(
     yield LocalParam(hidden * width // tp)
     if model.output_bias:
         yield LocalParam(hidden, partial=parallel.sequence_parallel)
-    if model.qk_norm is True:
+    if model.qk_norm == "head":
         yield LocalParam(shape.head_dim, partial=True)
         yield LocalParam(shape.head_dim, partial=True)
-    elif model.qk_norm:
+    elif model.qk_norm == "full":
         yield LocalParam(width // tp)
         yield LocalParam(keys // tp)
     if model.attention_sinks:

@@ -67,7 +67,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
                 pipeline.chunks,
                 pipeline.group_size,
                 pipeline.memory_limit,
-                pipeline.pairs,
+                pipeline.requested_pairs,
             )
         )
     except ValueError as error:

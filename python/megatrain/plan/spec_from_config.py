@@ -27,7 +27,7 @@ def model_spec(config: ResolvedConfig) -> ModelSpec:
         vocab=model.padded_vocab_size,
         seq=model.seq_length,
         tied=model.tie_embeddings,
-        qk_norm=bool(model.qk_norm),
+        qk_norm=model.qk_norm != "none",
         q_lora=mla.q_rank if mla.kv_rank else 0,
         kv_lora=mla.kv_rank,
         qk_nope=mla.nope_head_dim,
@@ -56,7 +56,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         "grads": optimizer.overlap == "grads",
         "params": optimizer.overlap == "params",
         "pp": pipeline.overlap_p2p,
-        "ep": bool(pipeline.overlap_moe),
+        "ep": pipeline.overlap_moe,
     }
     memory = memory_row_of(config)
     return RunSpec(
@@ -93,7 +93,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         keeps_permuted=False,
         group_size=pipeline.group_size,
         memory_limit=pipeline.memory_limit,
-        pairs=pipeline.pairs,
+        pairs=pipeline.requested_pairs,
         order=parallel.order,
     )
 
@@ -106,7 +106,7 @@ def without_layout(base: Config, gpus: int) -> Config:
             "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
             "pipeline": _PLAIN_PIPELINE,
             "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
-            "optimizer": {"num_instances": 1 if base.optimizer.distributed else "all"},
+            "optimizer": {"distributed": base.optimizer.distributed, "num_instances": 1},
             "moe": {"echo": base.moe.echo.model_copy(update={"domain_size": None})},
         },
         gpus,
@@ -150,7 +150,8 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
                 (part for part in ("grads", "params") if part in spec.overlap),
                 "all" if "dp" in spec.overlap else "none",
             ),
-            "num_instances": 1 if spec.zero else "all",
+            "distributed": bool(spec.zero),
+            "num_instances": 1,
         },
     }  # fmt: skip
 

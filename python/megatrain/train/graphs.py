@@ -439,7 +439,7 @@ def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
     if reason is not None:
         raise ConfigError(
             f'graphs.mode = "{graphs.mode}" captures the experts, which needs the grouped kernel: '
-            f"{reason}; or leave moe out of graphs.mode"
+            f"{reason}; or leave moe out of graphs.scopes"
         )
 
 

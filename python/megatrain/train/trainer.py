@@ -408,7 +408,7 @@ def _make_executor(
         group=groups.pp,
         activation=activation,
         check_messages=config.debug.check_messages,
-        overlap_pairs=bool(config.pipeline.overlap_moe),
+        overlap_pairs=config.pipeline.overlap_moe,
         schedule=schedule,
         clock=clock,
     )

@@ -140,10 +140,10 @@ def train_from_scratch(folder: Path, changes: dict[str, Any]) -> Config:
     ("changes", "family"),
     [
         ({}, "llama"),
-        ({"model.qk_norm": True, "model.head_dim": 12}, "qwen3"),
+        ({"model.qk_norm": "head", "model.head_dim": 12}, "qwen3"),
         ({"moe.num_experts": 4, "moe.score_function": "softmax_after_top_k"}, "mixtral"),
         (
-            {"moe.num_experts": 4, "moe.layer_pattern": "de", "model.qk_norm": True},
+            {"moe.num_experts": 4, "moe.layer_pattern": "de", "model.qk_norm": "head"},
             "qwen3_moe",
         ),
     ],
@@ -181,7 +181,7 @@ def test_families_that_fit_are_found_by_reading_their_configuration_back() -> No
         entries = config_to_hf(config.model, config.moe, family=family)
         model, _ = sections_from_hf(entries, seq_length=config.model.seq_length)
         assert dict(model) == {**dict(config.model), "init_std": model.init_std}
-    with pytest.raises(MegacoreError, match=r"qwen3 has model.qk_norm = true instead of false"):
+    with pytest.raises(MegacoreError, match=r'qwen3 has model.qk_norm = "head" instead of "none"'):
         config_to_hf(config.model, config.moe, family="qwen3")
 
 

@@ -186,7 +186,7 @@ def test_the_best_layout_of_a_folder_is_a_whole_configuration(tmp_path: Path) ->
     search = ("--gpus=4", "--search", f"--write={written}")
     assert main(["plan", str(tmp_path / "theirs"), *search]) == 0
     best = load_config(written)
-    assert best.model.qk_norm is True
+    assert best.model.qk_norm == "head"
     assert best.moe.num_experts == 6
     assert main(["plan", str(written), "--gpus=4"]) == 0
 
@@ -294,9 +294,9 @@ def test_settings_for_the_loss_of_transformers_are_noted(
     unused = {"aux_loss_alpha": 0.001, "seq_aux": True}
     [note] = notes(capsys, tmp_path / "deepseek", **unused)
     assert note == (
-        "training as in transformers: moe.expert_bias = 0.0 (the biases of experts stay; a rate "
-        "updates them); aux_loss_alpha = 0.001 and seq_aux = true not used; model.padding_idx = "
-        "101 (no gradient for that row)"
+        "training as in transformers: moe.expert_bias_rate = 0 (the biases of experts stay); "
+        "aux_loss_alpha = 0.001 and seq_aux = true not used; model.padding_idx = 101 (no gradient "
+        "for that row)"
     )
     settings = load_config(tmp_path / "deepseek-2" / "config.toml")
     assert settings.moe.expert_bias_rate == 0.0

@@ -193,14 +193,14 @@ def test_sharding_divides_the_optimizer_state_only(config: Path) -> None:
     whole, sharded = (
         plan_run(
             resolve(
-                load_config(config, [("optimizer.num_instances", instances)]),
+                load_config(config, [("optimizer.distributed", sharded)]),
                 16,
                 vocab_size=256,
                 cuda=False,
             ),
             16,
         ).ranks[0]
-        for instances in ("all", "1")
+        for sharded in ("false", "true")
     )
     assert (whole.param_bytes, whole.grad_bytes) == (sharded.param_bytes, sharded.grad_bytes)
     assert whole.optimizer_bytes == 4 * sharded.optimizer_bytes
@@ -235,7 +235,7 @@ def test_plan_tells_bytes_of_dense_and_expert_parameters_apart(
     assert main(["plan", str(config), "--world-size=16", "--parallel.ep=4"]) == 0
     text = "bytes per parameter: 8 + 8/d = 10 with d = 4 (dense), 16 with d = 1 (experts); padding"
     assert text in capsys.readouterr().out
-    whole = ("--world-size=16", "--parallel.ep=4", "--optimizer.num_instances=all")
+    whole = ("--world-size=16", "--parallel.ep=4", "--optimizer.distributed=false")
     assert main(["plan", str(config), *whole]) == 0
     assert "bytes per parameter: 16; padding" in capsys.readouterr().out
     assert main(["plan", str(config), "--world-size=16", "--parallel.etp=2"]) == 0

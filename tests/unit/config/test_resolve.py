@@ -460,14 +460,15 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
         "each microbatch has its own slots"
     )
     for moe in ({}, {"moe": config.moe}):
-        graphs = make(**on, graphs__mode="attn").model_copy(update=moe)
+        graphs = make(**on, graphs__mode="partial", graphs__scopes="attn").model_copy(update=moe)
         assert 'set mode = "off", or turn it off' in message_of(graphs, 4)
     # Gradients of weights fill exchanges in pairs, which have I for that.
-    split = {**on, "pipeline__overlap_moe": "split"}
+    split = {**on, "pipeline__pairs": "split"}
     message = message_of(make(**split), 4)
     assert "schedules 1f1b, interleaved_1f1b, but pipeline.schedule = " in message
     split["pipeline__schedule"] = "interleaved_1f1b"
-    assert resolve(make(**split), 4, vocab_size=256, cuda=False).pipeline.overlap_moe == "split"
+    resolved = resolve(make(**split), 4, vocab_size=256, cuda=False)
+    assert resolved.pipeline.requested_pairs == "split"
 
 
 def test_parts_to_recompute_must_exist() -> None:
@@ -501,8 +502,8 @@ CAPTURED = {
         ({"train__dtype": "float32"}, "captures the experts, which needs a grouped kernel, and"),
         ({"moe__ffn_hidden_size": "36"}, "moe.ffn_hidden_size / etp must be a multiple of 8 where"),
         (
-            {"graphs__mode": "moe", "train__dtype": "float32"},
-            "graphs.mode = moe (--graphs.mode=moe) captures the experts",
+            {"graphs__mode": "partial", "graphs__scopes": "moe", "train__dtype": "float32"},
+            "graphs.scopes = ['moe'] (--graphs.scopes=moe) captures the experts",
         ),
     ],
 )
@@ -524,11 +525,12 @@ def test_graphs_and_clones_that_do_not_go_together() -> None:
         "parallel__ep": "2",
     }
     by_collectives = clones | {
-        "graphs__mode": "attn,moe",
+        "graphs__mode": "partial",
+        "graphs__scopes": "attn,moe",
         "debug__static_transport": "collective",
     }
     assert "lets the host send clones" in message_of(make(**by_collectives), 2)
-    parts = clones | {"graphs__mode": "moe_router,moe_preprocess"}
+    parts = clones | {"graphs__mode": "partial", "graphs__scopes": "moe_router,moe_preprocess"}
     assert "go by more of the plan than what it leaves behind" in message_of(make(**parts), 2)
     # With one rank of experts, slots stay empty.
     alone = parts | {"parallel__ep": "1"}

@@ -73,8 +73,8 @@ def test_experts_have_weights_of_their_own() -> None:
         {"shared_ffn_hidden_size": 16, "shared_gate": True},
     ],
 )
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_the_count_is_that_of_the_model(changes: dict[str, Any], qk_norm: bool) -> None:
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
+def test_the_count_is_that_of_the_model(changes: dict[str, Any], qk_norm: str) -> None:
     config, moe = tiny_config(qk_norm=qk_norm, head_dim=10), tiny_moe(**changes)
     count = count_parameters(config, moe)
     infos = whole_model(config, moe=moe).param_infos()
@@ -231,7 +231,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     ("fields", "message"),
     [
         ({"num_experts": 2, "top_k": 3}, "top_k = 3: with num_experts = 2 it must lie in"),
-        ({"static_budget": "capacity"}, "needs capacity_factor and dispatcher"),
+        ({"pad_to_capacity": True}, "needs capacity_factor and dispatcher"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
         (
             {"num_experts": 4, "biases": True, "echo": {"num_spare_slots": 1}},
@@ -250,7 +250,7 @@ def test_head_norms_and_width_of_heads_are_free() -> None:
         num_heads=3,
         num_kv_heads=1,
         head_dim=6,
-        qk_norm=True,
+        qk_norm="head",
         ffn_hidden_size=16,
         num_layers=1,
         vocab_size=11,

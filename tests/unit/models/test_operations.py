@@ -38,8 +38,8 @@ def started(function: Callable[[], Tensor]) -> tuple[list[str], list[str]]:
     return forward.names, backward.names
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_a_dense_layer_starts_few_operations(qk_norm: bool) -> None:
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
+def test_a_dense_layer_starts_few_operations(qk_norm: str) -> None:
     config = tiny_config(qk_norm=qk_norm)
     model, batch = whole_model(config), random_batch(config)
     x = torch.randn(16, 3, 32, requires_grad=True)

@@ -24,7 +24,7 @@ from tests.support.models import params_by_name, random_batch, tiny_config
 from tests.support.storages import Storages
 
 NUM_MICROBATCHES = 4
-MODEL = tiny_config(dropout=0.1, num_layers=4, qk_norm=True)
+MODEL = tiny_config(dropout=0.1, num_layers=4, qk_norm="head")
 MOE = MoEConfig(
     num_experts=4,
     top_k=2,

@@ -61,7 +61,7 @@ def test_a_model_with_experts_by_hand() -> None:
         "num_heads": 32,
         "num_kv_heads": 4,
         "head_dim": 128,
-        "qk_norm": True,
+        "qk_norm": "head",
         "vocab_size": 151936,
         "seq_length": 4096,
         "tie_embeddings": False,

@@ -117,7 +117,7 @@ CASES = [
             "num_kv_heads": 2,
             "vocab_size": 300,
             "num_mtp_layers": mtp,
-            "qk_norm": bool(experts),
+            "qk_norm": "head" if experts else "none",
             "tie_embeddings": tied,
         },
         "moe": {
@@ -128,7 +128,7 @@ CASES = [
         },
         "parallel": {"pp": pp, "tp": 2, "ep": 2 if experts else 1, "sequence_parallel": sp},
         "pipeline": {"schedule": schedule},
-        "optimizer": {"num_instances": 1 if sp else "all"},
+        "optimizer": {"distributed": bool(sp)},
         "train": {"dtype": "bfloat16" if tied else "float32", "global_batch_size": 64},
     }
     for (schedule, pp, layers), tied, mtp, experts, sp in product(
@@ -200,7 +200,7 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
           for name in ("interleaved_1f1b", "group_interleaved", "interleaved_zb")
           for size in ("4", "8", "16")),
         ("1f1b", {"overlap_moe": "true"}),
-        ("1f1b", {"overlap_moe": "split"}),
+        ("1f1b", {"overlap_moe": "true", "pairs": "split"}),
         ("interleaved_1f1b", {"overlap_moe": "true"}),
         ("dualpipe", {"overlap_moe": "true"}),
         ("auto", {"memory_limit": "2"}),

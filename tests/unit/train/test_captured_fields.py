@@ -11,7 +11,7 @@ from megacore.moe.dispatchers import LocalDispatcher, StaticDispatcher
 from megatrain.models import captured
 from tests.support.graphed_training import EXPERTS, make_trainer, run
 
-PARTS = {"mode": "moe_router,moe_preprocess"}
+PARTS = {"mode": "partial", "scopes": ["moe_router", "moe_preprocess"]}
 # For reports and for the bias of experts, not for losses.
 COUNTS = {"num_dropped", "num_over_budget", "tokens_per_expert"}
 

@@ -49,7 +49,7 @@ def test_every_rank_decides_the_same_and_names_a_single_signal(numbers: list[int
 
 
 def test_only_the_clock_of_rank_0_counts() -> None:
-    run = {"run": {"stop_after": "1s"}, "checkpoint": {"interval": "1s"}}
+    run = {"run": {"stop_after": "1s"}, "checkpoint": {"interval_time": "1s"}}
     late = [_control(rank, started=-1e9, **run) for rank in range(WORLD)]
     for control in late:
         control._saved_at = -1e9

@@ -63,7 +63,7 @@ def test_another_shape_is_an_error_or_a_new_capture(graphs: dict[str, Any]) -> N
 
 def test_a_new_budget_is_captured_again() -> None:
     moe = {**STATIC, "static_budget": 0.3, "over_budget": "rerun", "num_experts": 2}
-    for graphs in ({"mode": "attn,moe"}, FULL):
+    for graphs in ({"mode": "partial", "scopes": ["attn", "moe"]}, FULL):
         trainer = make_trainer(graphs, moe=moe)
         found = []
         for step in range(STEPS):

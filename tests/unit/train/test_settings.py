@@ -68,7 +68,7 @@ OTHERS: dict[str, Any] = {
     "moe.jitter": 0.3,
     "moe.num_groups": 2,
     "moe.groups_top_k": 2,
-    "optimizer.num_instances": "all",
+    "optimizer.distributed": False,
     "optimizer.min_lr": 1e-3,
     "optimizer.decay_steps": 3,
     "optimizer.beta1": 0.5,

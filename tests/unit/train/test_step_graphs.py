@@ -56,7 +56,7 @@ from tests.support.graphed_training import (
         (WITH_STEP, {"train": {"dtype": "float16"}, "optimizer": {"loss_scale_interval": 2}}),
         (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
         (WITH_STEP, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
-        (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"num_instances": "all"}}),
+        (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"distributed": False}}),
     ],
 )
 def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -73,7 +73,10 @@ def test_layers_that_are_recomputed_in_graphs_count_once() -> None:
         "moe": {**STATIC, "z_loss_coef": 0.1},
         "train": {"recompute": "full"},
     }
-    trainers = [make_trainer({"mode": "attn,moe"}, **changes), make_trainer(**changes)]
+    trainers = [
+        make_trainer({"mode": "partial", "scopes": ["attn", "moe"]}, **changes),
+        make_trainer(**changes),
+    ]
     for step in range(3):
         graphed, plain = (trainer.train_step(step).experts for trainer in trainers)
         assert graphed is not None
@@ -82,7 +85,7 @@ def test_layers_that_are_recomputed_in_graphs_count_once() -> None:
 
 
 def test_predicted_bytes_are_the_measured_ones() -> None:
-    whole = {"mode": "attn,moe"}
+    whole = {"mode": "partial", "scopes": ["attn", "moe"]}
     for moe, graphs in (({}, PARTIAL), (EXPERTS, PARTIAL), (STATIC, PARTIAL), (STATIC, whole)):
         trainer = make_trainer(graphs, moe=moe)
         run(trainer, 2)
@@ -160,7 +163,7 @@ def test_gradients_arrive_as_static_ones_lie(scopes: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GraphedCallable, "_load_grads", compared)
     moe = {**STATIC, "layer_pattern": "d(e)"}
-    graphs = {"mode": scopes}
+    graphs = {"mode": "partial", "scopes": scopes.split(",")}
     run(make_trainer(graphs, moe=moe, train={"microbatch_size": 2}), steps=3)
     assert differing == []
 
@@ -380,14 +383,22 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("graphs", "changes", "message"),
     [
-        ({"mode": "mlp"}, {"moe": EXPERTS}, "every layer has experts"),
-        ({"mode": "moe_router"}, {}, "the model has no experts"),
-        ({"mode": "moe"}, {"moe": EXPERTS}, "asks the device how many tokens"),
+        ({"mode": "partial", "scopes": ["mlp"]}, {"moe": EXPERTS}, "every layer has experts"),
+        ({"mode": "partial", "scopes": ["moe_router"]}, {}, "the model has no experts"),
+        (
+            {"mode": "partial", "scopes": ["moe"]},
+            {"moe": EXPERTS},
+            "asks the device how many tokens",
+        ),
         ({"mode": "full"}, {"moe": EXPERTS}, "asks the device how many tokens"),
-        ({"mode": "attn"}, {"train": {"recompute": "full"}}, "runs whole layers again"),
+        (
+            {"mode": "partial", "scopes": ["attn"]},
+            {"train": {"recompute": "full"}},
+            "runs whole layers again",
+        ),
         (PARTIAL, {"debug": {"graph_backend": "cuda"}}, "needs a GPU"),
         (
-            {"mode": "attn"},
+            {"mode": "partial", "scopes": ["attn"]},
             {"data": {"document_mask": True}},
             'captures attention.*set graphs.mode = "partial"',
         ),
@@ -411,15 +422,15 @@ def test_settings_that_do_not_go_together(
     [
         ("moe_preprocess", "begins with the router"),
         ("moe,moe_router", "leave one out"),
-        ("attention", "or some of attn, mlp, moe"),
+        ("attention", "scopes.0 must be 'attn', 'mlp', 'moe'"),
     ],
 )
 def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config(graphs={"mode": scopes})
+        Config(graphs={"mode": "partial", "scopes": scopes.split(",")})
 
 
-@pytest.mark.parametrize("settings", [FULL, {"mode": "moe"}])
+@pytest.mark.parametrize("settings", [FULL, {"mode": "partial", "scopes": ["moe"]}])
 def test_captured_experts_without_a_kernel_are_refused_at_the_start(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
