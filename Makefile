@@ -6,6 +6,7 @@
 # make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
 # make docs      builds the documentation site in build/site and checks its links (half a minute)
 # make lint / fmt / bench / clean
+# make lint-quick  what lint checks without a build: ruff, formats, spelling (seconds; pre-commit runs it)
 # make bench-peers   measures training steps beside transformers, torch.compile, Megatron-Core and torch's
 #                    ways of data parallelism, in at most half an hour
 #
@@ -34,7 +35,7 @@ SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint fmt bench bench-peers clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint lint-quick fmt bench bench-peers clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
@@ -144,12 +145,21 @@ docs: $(VENV)/.docs install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python scripts/docs_site.py build/site
 
-lint: $(VENV)/.tools install
+# Three small tools: no torch, no compiler.
+$(VENV)/.lint: constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(PROGRESS) "Installing the tools for formats and spelling" build/lint-tools.log \
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt ruff clang-format codespell
+	@touch $@
+
+lint-quick: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/codespell
+
+lint: lint-quick $(VENV)/.tools install
+	$(BIN)/mypy
 
 fmt: $(VENV)/.tools
 	$(BIN)/ruff check --fix .

@@ -151,7 +151,8 @@ LAYOUTS = {
         2,
         {
             "parallel.pp": 2,
-            "pipeline.schedule": "auto_v",
+            "pipeline.schedule": "auto",
+            "pipeline.placement": "v",
             "pipeline.memory_limit": 4,
             "pipeline.overlap_p2p": False,
         },

@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def install_commands(*arguments: str) -> list[list[str]]:
-    """What ``make install build`` runs to install the package, were everything out of date."""
+def shown_commands(*arguments: str) -> list[list[str]]:
+    """The commands that make would run, were everything out of date, as words."""
     # What a make that runs this test was given is not meant for this one.
     env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "WERROR"}
     done = subprocess.run(
-        ["make", "-n", "-B", "install", "build", *arguments],
+        ["make", "-n", "-B", *arguments],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -28,7 +28,12 @@ def install_commands(*arguments: str) -> list[list[str]]:
         check=True,
     )
     lines = done.stdout.replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line) for line in lines]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def install_commands(*arguments: str) -> list[list[str]]:
+    """What ``make install build`` runs to install the package."""
+    commands = shown_commands("install", "build", *arguments)
     return [words for words in commands if "install" in words and words[-1] == "."]
 
 
@@ -50,3 +55,21 @@ def test_warnings_are_errors_where_that_is_asked_for() -> None:
 
 def test_continuous_integration_asks_for_it() -> None:
     assert "export WERROR=ON" in (ROOT / ".ci" / "run").read_text()
+
+
+def programs(target: str) -> set[str]:
+    """Programs of the virtual environment that check sources for a target."""
+    known = {"ruff", "mypy", "clang-format", "codespell"}
+    return {Path(words[0]).name for words in shown_commands(target) if words} & known
+
+
+def test_quick_lint_is_lint_without_a_build() -> None:
+    assert programs("lint") == programs("lint-quick") | {"mypy"}
+    quick = shown_commands("lint-quick")
+    assert not any("torch" in words or "cmake" in words for words in quick)
+    assert not any("install" in words and words[-1] == "." for words in quick)
+
+
+def test_commits_wait_for_the_quick_lint_only() -> None:
+    config = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "entry: make lint-quick\n" in config

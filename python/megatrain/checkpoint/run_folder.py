@@ -22,13 +22,14 @@ from megatrain.checkpoint.changes import is_same_run
 from megatrain.checkpoint.format import LATEST_NAME, step_folders
 from megatrain.checkpoint.model_files import copy_kept_files
 from megatrain.config import ResolvedConfig
+from megatrain.config.schedule_file import COPY_NAME
 from megatrain.files import describe_os_error
 
 LOCK_NAME = ".lock"
 PREVIOUS = "previous-"
 # Results prove that a run has made progress; its settings and tracebacks are moved with them.
 _RESULTS = ("metrics.jsonl", "run.json", "timeline.json", "trace.json", "report.html")
-_COMPANIONS = ("config.toml", "rank_*.err", "tensorboard", "wandb", "profile")
+_COMPANIONS = ("config.toml", COPY_NAME, "rank_*.err", "tensorboard", "wandb", "profile")
 
 
 # ---- the lock ------------------------------------------------------------------------------------

@@ -215,7 +215,8 @@ def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Tabl
     )
     facts.add_row(
         "[bold]schedule[/]",
-        f"{pipeline.schedule}{chunks}, bubble {plan.bubble_fraction:.1%} (backward = 2 forwards)",
+        f"{pipeline.shown_schedule}{chunks}, bubble {plan.bubble_fraction:.1%} "
+        "(backward = 2 forwards)",
     )
     return facts
 

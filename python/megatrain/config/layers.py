@@ -69,6 +69,8 @@ def stages_of_ranks(config: Config) -> list[list[int]]:
         [[0, 3], [1, 2], [2, 1], [3, 0]]
     """
     pp, pipeline = config.parallel.pp, config.pipeline
+    if pipeline.file is not None:
+        return [list(mine) for mine in pipeline.file.stages]
     num_stages = pp * pipeline.stages_per_rank
     if pipeline.is_v or pipeline.copies > 1:
         return [[rank, num_stages - 1 - rank] for rank in range(pp)]
@@ -125,11 +127,10 @@ def nearest_fits(config: Config, world_size: int) -> list[str]:
     others = config.parallel.tp * config.parallel.cp
     sizes = [pp for pp in range(1, layers + 1) if world_size % (others * pp) == 0]
 
-    found = [
-        _nearest(config, "model.num_layers", layers, range(1, layers + stages + 1)),
-        _nearest(config, "parallel.pp", config.parallel.pp, sizes),
-    ]
-    if pipeline.stages_per_rank > 1:
+    found = [_nearest(config, "model.num_layers", layers, range(1, layers + stages + 1))]
+    if pipeline.schedule_file is None:  # which is for one number of ranks and stages
+        found.append(_nearest(config, "parallel.pp", config.parallel.pp, sizes))
+    if pipeline.schedule_file is None and pipeline.stages_per_rank > 1:
         chunks = range(2, layers + 1)
         found.append(_nearest(config, "pipeline.num_chunks", pipeline.chunks, chunks))
     layout = stage_text(_near_even(layers, stages))

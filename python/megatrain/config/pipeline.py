@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, model_validator
 
 from megacore._core import ScheduleInfo, schedule_catalog
 from megatrain.config.base import Section
+from megatrain.config.schedule_file import ScheduleFile, read_schedule_file
 
-# Schedules that are searched for, with the placement of their stages; a setting has one name for
-# both, `build_schedule` has the name "auto" and an argument.
-SEARCHED: Mapping[str, Literal["loop", "v"]] = MappingProxyType({"auto": "loop", "auto_v": "v"})
-SCHEDULES = (*(info.name for info in schedule_catalog()), *SEARCHED)
-
-
-def builder_arguments(schedule: str) -> dict[str, Any]:
-    """Return the arguments of ``build_schedule`` that a ``pipeline.schedule`` stands for.
-
-    Example:
-        >>> builder_arguments("auto_v"), builder_arguments("zb_v")
-        ({'name': 'auto', 'placement': 'v'}, {'name': 'zb_v'})
-    """
-    if schedule in SEARCHED:
-        return {"name": "auto", "placement": SEARCHED[schedule]}
-    return {"name": schedule}
+# Searched for with the costs and memory of the run, instead of generated.
+SEARCHED = "auto"
+DEFAULT_SCHEDULE = "1f1b"
+SCHEDULES = (*(info.name for info in schedule_catalog()), SEARCHED)
 
 
 def schedule_info(name: str) -> ScheduleInfo | None:
@@ -43,12 +30,19 @@ else:
 class PipelineConfig(Section):
     """``[pipeline]``: the schedule and the partition of layers into stages."""
 
-    schedule: ScheduleName = Field(
-        default="1f1b",
+    schedule: ScheduleName | None = Field(
+        default=None,
         description="Order of forward and backward passes; `megacore schedule --compare` lists "
-        "all schedules for given sizes. `auto` searches for the best one with stages in a loop "
-        "over the ranks, `auto_v` with stages down the ranks and back up; `dualpipe` holds two "
-        "copies of the model in each pipeline.",
+        "all schedules for given sizes. `auto` searches for the best one; `dualpipe` holds two "
+        "copies of the model in each pipeline. Default: `1f1b`, if there is no `schedule_file`.",
+    )
+    schedule_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with a schedule of your own, instead of `schedule`: PyTorch's CSV of "
+        "compute actions, which `megacore schedule NAME --csv FILE` writes and `--from-csv FILE` "
+        "draws. It is proved before the start, and must be for the ranks, stages and microbatches "
+        "of the run, whose folder keeps a copy. Default: a named schedule.",
     )
     num_chunks: int | None = Field(
         default=None,
@@ -56,10 +50,14 @@ class PipelineConfig(Section):
         description="Model chunks per pipeline rank. Default: fixed by the schedule; otherwise 2, "
         "or 1 for `no_pipelining` and `auto`.",
     )
+    placement: Literal["loop", "v"] = Field(
+        default="loop",
+        description="For `auto`: stages in a loop over the ranks, or down the ranks and back up.",
+    )
     memory_limit: int | None = Field(
         default=None,
         ge=1,
-        description="For `auto` and `auto_v`: maximum number of stage activations per rank. "
+        description="For `auto`: maximum number of stage activations per rank. "
         "Default: as many as it takes.",
     )
     overlap_p2p: bool | None = Field(
@@ -94,10 +92,53 @@ class PipelineConfig(Section):
         "stage, `x*3`, `( )`; as in `Et|(tt|)*2tL`. Default: layers are distributed evenly.",
     )
 
+    _file: ScheduleFile | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_one_schedule(self) -> Self:
+        if self.schedule is not None and self.schedule_file is not None:
+            raise ValueError(
+                f"schedule_file = {self.schedule_file} replaces schedule = {self.schedule}; leave "
+                "one of them out, or set it to none"
+            )
+        return self
+
+    def with_file(self, file: ScheduleFile | None) -> Self:
+        """Return a copy with the content of its ``schedule_file``."""
+        copy = self.model_copy()
+        copy._file = file
+        return copy
+
+    @property
+    def file(self) -> ScheduleFile | None:
+        """Content of ``schedule_file``, read once in a resolved configuration.
+
+        Raises:
+            ConfigError: If the file has to be read and is not a schedule.
+        """
+        if self.schedule_file is None:
+            return None
+        return self._file or read_schedule_file(self.schedule_file)
+
+    @property
+    def has_read_file(self) -> bool:
+        """True if the content of ``schedule_file`` is in memory."""
+        return self._file is not None
+
+    @property
+    def shown_schedule(self) -> str:
+        """Name of the schedule, or path of its file.
+
+        Example:
+            >>> PipelineConfig().shown_schedule
+            '1f1b'
+        """
+        return self.schedule_file or self.schedule or DEFAULT_SCHEDULE
+
     @property
     def schedule_info(self) -> ScheduleInfo | None:
-        """Catalog entry of the schedule; ``None`` if it is searched for."""
-        return schedule_info(self.schedule)
+        """Catalog entry of the schedule; ``None`` if it is searched for, or in a file."""
+        return None if self.schedule_file is not None else schedule_info(self.shown_schedule)
 
     @property
     def requested_pairs(self) -> Literal["whole", "split"] | None:
@@ -110,8 +151,16 @@ class PipelineConfig(Section):
     @property
     def is_v(self) -> bool:
         """True if the stages go down the ranks and back up, so that one rank holds both ends."""
+        if self.file is not None:
+            last = self.file.schedule.num_stages - 1
+            return all(mine == [rank, last - rank] for rank, mine in enumerate(self.file.stages))
         info = self.schedule_info
-        return (SEARCHED[self.schedule] if info is None else info.placement) == "v"
+        return (self.placement if info is None else info.placement) == "v"
+
+    @property
+    def searched_placement(self) -> Literal["loop", "v"] | None:
+        """Placement of stages for the search of a schedule; ``None`` for other schedules."""
+        return self.placement if self.shown_schedule == SEARCHED else None
 
     @property
     def copies(self) -> int:
@@ -139,6 +188,8 @@ class PipelineConfig(Section):
         """
         if self.num_chunks is not None:
             return self.num_chunks
+        if self.file is not None:
+            return self.file.schedule.num_chunks
         info = self.schedule_info
         if info is None:
             return 2 if self.is_v else 1

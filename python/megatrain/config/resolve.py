@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megacore.errors import ConfigError
@@ -13,9 +14,11 @@ from megatrain.config.base import Section, require_section
 from megatrain.config.graph_rules import default_transport, graph_problems
 from megatrain.config.layout_rules import LAYOUT_RULES
 from megatrain.config.load import join_problems
+from megatrain.config.pipeline import DEFAULT_SCHEDULE
 from megatrain.config.pipeline_rules import check_pipeline
 from megatrain.config.problems import ConfigErrors
 from megatrain.config.resolved import ResolvedConfig
+from megatrain.config.schedule_file import COPY_NAME, read_schedule_file
 from megatrain.config.sections import Config
 from megatrain.config.unused import surprise_notes, unused_notes
 
@@ -58,6 +61,7 @@ def resolve(
         raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if vocab_size is None and config.model.vocab_size is None:
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
+    config = _with_schedule(config)
     backend = config.run.backend
     if backend is None and (config.graphs.mode != "off" or config.pipeline.overlap_p2p):
         backend = default_backend(cuda)
@@ -131,9 +135,10 @@ def _fill(
         "pipeline": _filling(
             resolved.ResolvedPipelineConfig,
             config.pipeline,
+            schedule=DEFAULT_SCHEDULE if config.pipeline.schedule_file is None else None,
             num_chunks=config.pipeline.chunks,
             overlap_p2p=backend == "gloo",
-        ),
+        ).with_file(config.pipeline.file),
         "optimizer": _filling(
             resolved.ResolvedOptimizerConfig,
             config.optimizer,
@@ -158,6 +163,21 @@ def _fill(
     )
     values = {**dict(config), **sections}
     return ResolvedConfig.model_construct(**values).with_origins_of(config, derived)
+
+
+def _with_schedule(config: Config) -> Config:
+    """Read the schedule of `pipeline.schedule_file`, unless that was done."""
+    pipeline, place = config.pipeline, config.origin("pipeline.schedule_file")
+    if pipeline.schedule_file is None or pipeline.has_read_file:
+        return config
+    try:
+        file = read_schedule_file(pipeline.schedule_file, place=place)
+    except ConfigError as error:
+        kept = Path(config.run.dir) / COPY_NAME
+        if Path(pipeline.schedule_file).exists() or not kept.is_file():
+            raise
+        raise ConfigError(f"{error}; {config.run.dir} keeps a copy, {kept}") from None
+    return config.model_copy(update={"pipeline": pipeline.with_file(file)})
 
 
 def _filling(resolved_class: type[S], section: Section, **defaults: Any) -> S:

@@ -10,7 +10,7 @@ from megatrain.config.model import ModelConfig
 from megatrain.config.moe import MoEConfig
 from megatrain.config.optimizer import OptimizerConfig
 from megatrain.config.parallel import ParallelConfig
-from megatrain.config.pipeline import PipelineConfig
+from megatrain.config.pipeline import PipelineConfig, ScheduleName
 from megatrain.config.run import RunConfig
 from megatrain.config.sections import Config
 
@@ -37,8 +37,12 @@ class ResolvedParallelConfig(ParallelConfig):
 
 
 class ResolvedPipelineConfig(PipelineConfig):
-    """``[pipeline]`` with the number of model chunks per rank, and the overlap of messages."""
+    """``[pipeline]`` with the schedule, the number of chunks per rank and the overlap of messages.
 
+    Without a name, the schedule is that of ``schedule_file``.
+    """
+
+    schedule: ScheduleName | None
     num_chunks: int
     overlap_p2p: bool
 

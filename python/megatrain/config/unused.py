@@ -253,6 +253,11 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: not config.graphs.is_partial,
     ),
     UnusedRule(
+        keys=("pipeline.placement",),
+        reason="pipeline.schedule",
+        holds=lambda config: config.pipeline.searched_placement is None,
+    ),
+    UnusedRule(
         keys=("pipeline.pairs",),
         reason="pipeline.overlap_moe",
         holds=lambda config: not config.pipeline.overlap_moe,

@@ -322,7 +322,7 @@ def _by_stage(
 
 
 # Peaks of these grow with the number of microbatches.
-_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", *SEARCHED)
+_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", SEARCHED)
 
 
 def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) -> list[float]:
@@ -334,7 +334,8 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
         pending: Further bytes from I to W.
     """
     microbatches = spec.microbatches
-    if spec.schedule not in _UNBOUNDED:  # the first microbatches, in whole groups, reach the peak
+    is_bounded = spec.schedule not in _UNBOUNDED and spec.schedule_file is None
+    if is_bounded:  # the first microbatches, in whole groups, reach the peak
         group = spec.group_size or 1
         microbatches = min(microbatches, -(-3 * max(spec.pp, group) // group) * group)
     by_rank = _held(schedule_shape(spec, microbatches))

@@ -61,20 +61,22 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     try:
         return cached_schedule(
             ScheduleShape(
-                pipeline.schedule,
+                pipeline.shown_schedule,
                 config.parallel.pp,
                 num_microbatches,
                 pipeline.chunks,
                 pipeline.group_size,
                 pipeline.memory_limit,
                 pipeline.requested_pairs,
+                pipeline.searched_placement,
+                pipeline.file,
             )
         )
     except ValueError as error:
         train, dp = config.train, config.dp(world_size)
         raise ConfigError(
-            f"pipeline.schedule = {pipeline.schedule} with {num_microbatches} microbatches per step"
-            f" (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
+            f"pipeline.schedule = {pipeline.shown_schedule} with {num_microbatches} microbatches "
+            f"per step (train.global_batch_size {train.global_batch_size} / (train.microbatch_size "
             f"{train.microbatch_size} x dp {dp})): {error}"
         ) from error
 

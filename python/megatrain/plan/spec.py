@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatrain.config import EchoConfig
+from megatrain.config.schedule_file import ScheduleFile
 from megatrain.models.shape import block_columns
 
 _NO_CLONES = EchoConfig()
@@ -213,6 +214,8 @@ class RunSpec:
         memory_limit: Activations that a rank may hold in a schedule that is searched for.
         pairs: Forwards run in pairs with ``whole`` or ``split`` backwards of other microbatches, as
             with `pipeline.overlap_moe`; this holds more activations.
+        placement: Placement of stages in a schedule that is searched for, else ``None``.
+        schedule_file: Content of `pipeline.schedule_file`; `schedule` is its path.
         order: Axes from adjacent ranks to far ones.
     """
 
@@ -252,6 +255,8 @@ class RunSpec:
     group_size: int | None = None
     memory_limit: int | None = None
     pairs: Literal["whole", "split"] | None = None
+    placement: Literal["loop", "v"] | None = None
+    schedule_file: ScheduleFile | None = None
     order: str = "tp-cp-ep-dp-pp"
 
     @cached_property

@@ -71,7 +71,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         etp=parallel.etp,
         microbatch=train.microbatch_size,
         global_batch=train.global_batch_size,
-        schedule=pipeline.schedule,
+        schedule=pipeline.shown_schedule,
         zero=1 if optimizer.distributed else 0,
         precision=_PRECISIONS[train.dtype],
         param_bytes=memory.param_bytes,
@@ -94,6 +94,8 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         group_size=pipeline.group_size,
         memory_limit=pipeline.memory_limit,
         pairs=pipeline.requested_pairs,
+        placement=pipeline.searched_placement,
+        schedule_file=pipeline.file,
         order=parallel.order,
     )
 
@@ -114,8 +116,9 @@ def without_layout(base: Config, gpus: int) -> Config:
 
 
 _PLAIN_PIPELINE: dict[str, Any] = {
-    "schedule": "1f1b", "num_chunks": None, "group_size": None, "layout": None,
-    "overlap_moe": False, "memory_limit": None,
+    "schedule": "1f1b", "schedule_file": None, "num_chunks": None, "group_size": None,
+    "layout": None, "overlap_moe": False, "pairs": "whole", "placement": "loop",
+    "memory_limit": None,
 }  # fmt: skip
 
 

@@ -89,6 +89,8 @@ def stage_costs(
     message = num_bytes / transfer.bandwidth + transfer.latency if spec.pp > 1 else 0.0
     info = schedule_info(spec.schedule)
     splits_backward = spec.pairs == "split" or (info is not None and info.splits_backward)
+    if spec.schedule_file is not None:
+        splits_backward = spec.schedule_file.splits_backward
     for stage, count in enumerate(counts):
         cost = Cost()
         kinds = Counter(model.moe_layers[first : first + count])

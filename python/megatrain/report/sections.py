@@ -14,6 +14,7 @@ from typing import Any
 from megacore.parallel import Topology
 from megatrain.config import Config
 from megatrain.config.resolved import derived_keys
+from megatrain.config.schedule_file import COPY_NAME
 from megatrain.report.charts import (
     ChartSpec,
     Reference,
@@ -253,6 +254,7 @@ def files_card(run: RunFiles) -> str:
     known = {
         "metrics.jsonl": "one JSON object per step",
         "config.toml": "the settings above; trains the same run again",
+        COPY_NAME: "the schedule, if it is from a file",
         "timeline.json": "the events of the timeline",
         "trace.json": "the measured step, to open in ui.perfetto.dev or chrome://tracing",
         "run.json": "the other facts of this page",

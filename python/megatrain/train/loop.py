@@ -31,6 +31,7 @@ from megatrain.checkpoint.model_files import (
 from megatrain.checkpoint.run_folder import choose_resume, hold_folders, is_inside, make_place
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
+from megatrain.config.schedule_file import COPY_NAME
 from megatrain.launch.context import RankContext
 from megatrain.launch.stopping import STOPPED_EARLY
 from megatrain.report import RunInfo, write_info
@@ -214,7 +215,7 @@ class _Run:
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:
-        """Write the configuration and the model's files, so that the folder can be moved."""
+        """Write the configuration, its schedule file and the model's files: a folder that moves."""
         origin, weights = self._resumed_from, config.checkpoint.load_weights
         if origin is None and weights is not None:
             origin = Path(weights)
@@ -229,6 +230,12 @@ class _Run:
             path = f"{FOLDER_OF_FILE}/{FOLDER_NAME}/{TOKENIZER_NAME}"
             data = config.data.model_copy(update={"tokenizer": path})
             config = config.model_copy(update={"data": data})
+        if config.pipeline.file is not None:
+            config.pipeline.file.schedule.to_csv(self._dir / COPY_NAME)
+            pipeline = config.pipeline.model_copy(
+                update={"schedule_file": f"{FOLDER_OF_FILE}/{COPY_NAME}"}
+            )
+            config = config.model_copy(update={"pipeline": pipeline})
         (self._dir / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
 
     def loop(self) -> str | None:

@@ -324,11 +324,11 @@ def test_layouts_that_other_rules_refuse_are_not_suggested(
             2,
             "runs on one pipeline rank, but parallel.pp = 2",
         ),
-        ({"pipeline__memory_limit": "3"}, 1, "is for the schedules auto and auto_v, but pipeline"),
+        ({"pipeline__memory_limit": "3"}, 1, "is for the schedule auto, but pipeline"),
         (
-            {"pipeline__schedule": "auto_v", "pipeline__num_chunks": "3"},
+            {"pipeline__schedule": "auto", "pipeline__placement": "v", "pipeline__num_chunks": "3"},
             1,
-            "does not fit pipeline.schedule = auto_v (--pipeline.schedule=auto_v), which has 2",
+            "does not fit pipeline.schedule = auto (--pipeline.schedule=auto), which has 2",
         ),
         (
             {"train__global_batch_size": "30"},

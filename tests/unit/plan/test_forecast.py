@@ -185,9 +185,15 @@ def test_one_pipeline_rank_holds_what_its_schedule_holds(schedule: str, overlap:
     assert held == train_schedule(config, 2).simulate().peak_in_flight
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe", "auto", "auto_v"])
-def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
-    sections = {"pipeline": {"schedule": schedule}, "parallel": {"pp": 2}}
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        *({"schedule": name} for name in ("1f1b", "zb_v", "dualpipe", "auto")),
+        {"schedule": "auto", "placement": "v"},
+    ],
+)
+def test_predictions_place_stages_as_runs_do(pipeline: dict[str, str]) -> None:
+    sections = {"pipeline": pipeline, "parallel": {"pp": 2}}
     config = resolve(Config(**sections), 2, vocab_size=256, cuda=False)  # type: ignore[arg-type]
     found = rank_stages(run_spec(config, 2))
     assert [sorted(stages) for stages in found] == [sorted(s) for s in stages_of_ranks(config)]
@@ -204,7 +210,7 @@ def test_predictions_place_stages_as_runs_do(schedule: str) -> None:
         ("interleaved_1f1b", {"overlap_moe": "true"}),
         ("dualpipe", {"overlap_moe": "true"}),
         ("auto", {"memory_limit": "2"}),
-        ("auto_v", {"memory_limit": "5"}),
+        ("auto", {"placement": "v", "memory_limit": "5"}),
     ],
 )  # fmt: skip
 def test_predictions_simulate_the_schedule_of_the_run(
