@@ -39,7 +39,7 @@ from megacore.ops.linear import linear
 from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 VARIANTS = {
     "megacore": "megacore",

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatrain.config import MLAConfig, MoEConfig
 from megatrain.plan.cost import LayerCosts
 from megatrain.plan.device import FOLDER, Device, load_device
 from megatrain.plan.footprint import GIB, Footprint, footprints
@@ -79,6 +80,17 @@ FITTED = {
 Changes = Mapping[str, Mapping[str, float]]
 
 
+# Recomputed parts of other software, by the names of RunSpec.
+_PARTS = {
+    "full": "layer",
+    "layernorm": "norm",
+    "core_attn": "scores",
+    "moe_act": "expert_activation",
+    "mla_up_proj": "kv_up",
+    "op": "products",
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """A published run."""
@@ -117,33 +129,42 @@ def _model_of(row: dict[str, str]) -> ModelSpec:
     number = partial(_number, row)
     layers, mtp = number("layers"), number("mtp")
     experts = number("experts")
-    grouped = row["model"].startswith("deepseek")
+    mla, moe = MLAConfig(), MoEConfig()
+    if number("kv_lora"):
+        mla = MLAConfig(
+            q_rank=number("q_lora"),
+            kv_rank=number("kv_lora"),
+            nope_head_dim=number("qk_nope"),
+            rope_head_dim=number("qk_rope"),
+            v_head_dim=number("v_dim"),
+        )
+    if experts:
+        grouped = row["model"].startswith("deepseek")
+        moe = MoEConfig(
+            num_experts=experts,
+            top_k=number("topk"),
+            ffn_hidden_size=number("moe_ffn"),
+            shared_ffn_hidden_size=number("shared_ffn"),
+            num_groups=8 if grouped else 1,
+            groups_top_k=4 if grouped else 1,
+        )
     return ModelSpec(
-        layers=layers,
-        hidden=number("hidden"),
-        ffn=number("ffn"),
-        heads=number("heads"),
-        kv_heads=number("kv_heads"),
+        num_layers=layers,
+        hidden_size=number("hidden"),
+        ffn_hidden_size=number("ffn"),
+        num_heads=number("heads"),
+        num_kv_heads=number("kv_heads"),
         head_dim=number("head_dim"),
-        vocab=number("vocab"),
-        seq=number("seq"),
-        tied=row["tied"] == "1",
+        padded_vocab_size=number("vocab"),
+        seq_length=number("seq"),
+        tie_embeddings=row["tied"] == "1",
         gated=row["act"] == "swiglu",
-        q_lora=number("q_lora"),
-        kv_lora=number("kv_lora"),
-        qk_nope=number("qk_nope"),
-        qk_rope=number("qk_rope"),
-        v_dim=number("v_dim"),
-        experts=experts,
-        top_k=number("topk"),
-        moe_ffn=number("moe_ffn"),
-        shared_ffn=number("shared_ffn"),
+        mla=mla,
+        moe=moe,
         moe_layers=tuple(
             experts > 0 and index >= number("dense_layers") for index in range(layers + mtp)
         ),
-        groups=8 if grouped else 1,
-        groups_top_k=4 if grouped else 1,
-        mtp=mtp,
+        num_mtp_layers=mtp,
         windows=(number("swa_window"), 0),
     )
 
@@ -153,10 +174,9 @@ def read_row(row: dict[str, str]) -> Run:
     number = partial(_number, row)
     is_torch = row["source"].startswith(("torchtitan", "llm-foundry"))
     is_zero_bubble = row["source"].startswith("Zero Bubble")
-    recompute = row["recompute"].replace("full", "layer").replace("none", "")
+    recompute = row["recompute"].replace("none", "")
     for name in ("selective(", "modules(", ")", "..."):
         recompute = recompute.replace(name, "")
-    recompute = recompute.replace("layernorm", "norm")
     graphs = {"no": "off", "full_iteration": "full", "full": "full"}.get(
         row["cuda_graphs"], "partial"
     )
@@ -188,7 +208,7 @@ def read_row(row: dict[str, str]) -> Run:
         precision=row["precision"],
         # The code of Zero Bubble accumulates float16 gradients in float16 unless told otherwise.
         grad_bytes=2 if row["grad_dtype"].startswith("bf16") or is_zero_bubble else 4,
-        recompute=frozenset(filter(None, recompute.split(","))),
+        recompute=frozenset(_PARTS.get(part, part) for part in recompute.split(",") if part),
         offload_layers=number("act_offload_layers"),
         overlap=overlap,
         # In a pipeline, exchanges of experts overlap with the other pass of a pair.
@@ -297,7 +317,7 @@ def print_ranking(errors: Sequence[Error]) -> None:
     for error in errors:
         run = error.run
         if run.row["ranking_group"] and run.time:
-            tokens = run.spec.global_batch * run.model.seq / run.spec.gpus
+            tokens = run.spec.global_batch * run.model.seq_length / run.spec.gpus
             measured = run.time / tokens
             groups[run.row["ranking_group"]].append((measured, measured * math.exp(error.value)))
     right = pairs = 0
@@ -356,7 +376,9 @@ def print_layouts(runs: Sequence[Run]) -> None:
         best = search(run.model, run.spec, run.on()).best
         row = run.row
         title = f"{row['id']} {row['model']}, {run.spec.gpus} {row['gpu']}, {row['precision']}"
-        print(f"\n{title}, {run.spec.global_batch} x {run.model.seq} tokens ({row['source']})")
+        print(
+            f"\n{title}, {run.spec.global_batch} x {run.model.seq_length} tokens ({row['source']})"
+        )
         for name, each in (("published", theirs), *(("search", one) for one in best[:1])):
             memory = f"{each.fullest.total / GIB:.0f} GiB"
             fits = "" if each.verdict == "fits" else f", {each.verdict}"

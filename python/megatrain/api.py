@@ -11,7 +11,7 @@ from megacore.ops.dense import rms_norm
 from megacore.ops.recompute import recompute
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megatrain.config import ModelConfig, MoEConfig, ResolvedConfig
 from megatrain.data import Sample, TokenSource
 from megatrain.data.custom import DataFactory, SampleSource

@@ -14,7 +14,7 @@ import torch
 
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
 from megatrain.checkpoint import (

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
 from megatrain.checkpoint import (

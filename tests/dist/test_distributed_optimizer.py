@@ -13,7 +13,7 @@ from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megatrain.config import DebugConfig, OptimizerConfig
 from tests.support.clipping import clip_coefficient
 from tests.support.distributed import run_ranks

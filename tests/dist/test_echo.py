@@ -13,7 +13,8 @@ from torch import Tensor
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
 from megacore.ops.echo_counts import EchoCounts
-from megacore.parallel.params import ParamInfo, ShardPosition
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import ShardPosition
 from megatrain.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megatrain.config import Config
 from megatrain.train.trainer import Trainer, build_trainer

@@ -11,7 +11,7 @@ from megacore.buffers import ParamGradBuffer
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import all_gather, reduce_scatter
 from megacore.parallel.host.window import WindowTensor
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from tests.support.distributed import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist

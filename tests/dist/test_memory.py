@@ -17,7 +17,7 @@ from megacore.optim import DistributedOptimizer, memory_row
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.collectives import barrier
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megacore.errors import MegacoreError
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ParamInfo, ShardPosition
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import ShardPosition
 from megatrain.checkpoint import CheckpointSaver, TrainState, load_checkpoint
 from megatrain.config import Config
 from megatrain.models.gpt import GPTChunk

@@ -13,7 +13,7 @@ from megacore.buffers.options import BufferOptions
 from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megatrain.train.trainer import build_trainer
 from tests.dist.test_invariance import make_config
 from tests.support.campaigns import representatives

@@ -13,7 +13,7 @@ from megacore.buffers import ParamGradBuffer
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from tests.dist.test_distributed_optimizer import dp_groups
 from tests.support.clipping import clip_coefficient
 from tests.support.distributed import run_ranks

@@ -19,7 +19,7 @@ from megacore.ops.optim import (
 from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from tests.support.gpu import synchronising_is_an_error
 
 pytestmark = pytest.mark.gpu

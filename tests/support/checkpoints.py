@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megacore.optim import ParamPiece
-from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import shard
 from megacore.parallel.process_groups import Group, ProcessGroups
 from megatrain.checkpoint import TrainState, save_checkpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 
 def unshard(shards: Sequence[Tensor], info: ParamInfo, *, ep_size: int = 1) -> Tensor:

@@ -20,7 +20,7 @@ from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import TopKRouter
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.pipeline import (
     ActivationSpec,
     PipelineExecutor,

@@ -9,7 +9,7 @@ from megacore.buffers.param_checks import NamedParams, require_pairs
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.options import check_options
 from megacore.parallel.instances import HybridShardGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from megacore._core import BucketTracker
 from megacore.buffers.param_grad_buffer import ParamGradBuffer
 from megacore.parallel.async_collectives import PendingCollective
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 # Limit in finish(), where no compute is left to overlap with, so that few transfers in flight hold
 # their staging memory.

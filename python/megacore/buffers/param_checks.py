@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 NamedParams = Sequence[tuple[ParamInfo, nn.Parameter]]
 

@@ -129,7 +129,7 @@ class DistributedOptimizer:
 
     Example:
         >>> from megacore.buffers import make_buffers
-        >>> from megacore.parallel.params import ParamInfo
+        >>> from megacore.parallel.param_info import ParamInfo
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> info = ParamInfo(name="w", full_shape=(2,), tp_dim=None, weight_decay=False)
         >>> groups, options = ProcessGroups.single(), OptimizerOptions(clip_grad=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.ops.optim import sum_of_squares
 from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 
 

@@ -13,7 +13,7 @@ from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.ops.optim import AdamWSettings, adamw_step_
 from megacore.optim.gradients import merge_neighbours
 from megacore.optim.param_group import ParamGroup, ParamSettings, settings_of
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 
 @dataclass(frozen=True, kw_only=True)

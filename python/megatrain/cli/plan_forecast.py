@@ -207,7 +207,7 @@ def _assumed(found: Forecast) -> str:
     if any(found.model.moe_layers):
         parts.append(f"imbalance {spec.imbalance:g}")
     if spec.clones:
-        load = spec.load(found.model.experts)
+        load = spec.load(found.model.moe.num_experts)
         parts.append(f"all {spec.slots} slots of clones filled, imbalance with them {load:.3g}")
     return "; ".join(parts)
 
@@ -395,7 +395,7 @@ def _legal(
 
     legal: list[tuple[dict[str, dict[str, Any]], Forecast]] = []
     for each in found:
-        settings = settings_of(each.spec, each.layers, each.model.mtp)
+        settings = settings_of(each.spec, each.layers, each.model.num_mtp_layers)
         try:
             again = _forecast(
                 with_settings(base, settings, gpus), gpus, each.device, each.spec.imbalance

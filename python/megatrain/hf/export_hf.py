@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import FAMILIES
 from megatrain.hf.import_hf import copies_of, describe_params

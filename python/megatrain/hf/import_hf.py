@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import MegacoreError
-from megacore.parallel.params import ParamInfo, ShardPosition, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.entries import family_of, without_entries

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megacore.errors import ConfigError
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import shard
 from megatrain.config import ResolvedConfig
 from megatrain.config.user_objects import call_object, import_object
 from megatrain.models.init import name_seed

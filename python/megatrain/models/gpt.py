@@ -19,7 +19,8 @@ from megacore.ops.activations import softcap
 from megacore.ops.linear import linear
 from megacore.parallel.batch import Documents, Microbatch
 from megacore.parallel.collectives import all_gather
-from megacore.parallel.params import ParamInfo, use_params
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import use_params
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.attention.rotary import RotaryTables
@@ -105,17 +106,22 @@ class GPTChunk(Stage):
         self.shape = shape
         if mtp_layers is None:
             mtp_layers = config.mtp_layers if has_head else range(0)
-        predicts_elsewhere = config.num_mtp_layers > 0 and not mtp_layers
+        infos = context.infos.stage(
+            layers,
+            has_embedding=has_embedding,
+            has_head=has_head,
+            mtp_layers=mtp_layers,
+            has_words=tied_weight is not None,
+        )
         self.embedding = None
         if has_embedding:
-            is_shared = predicts_elsewhere or (self.shape.tie_embeddings and not has_head)
+            is_shared = infos["embedding"].shared is not None
             self.embedding = Embedding(context, is_shared=is_shared)
             tied_weight = self.embedding.words.weight
         self.layers = nn.ModuleList(TransformerLayer(index, context) for index in layers)
         # MTP outputs are concatenated along the sequence dimension and already normalized.
-        self._takes_predictions = has_head and predicts_elsewhere
-        ends_layers = bool(mtp_layers) or (has_head and not self._takes_predictions)
-        self.final_norm = make_norm("final_norm", context) if ends_layers else None
+        self._takes_predictions = has_head and config.num_mtp_layers > 0 and not mtp_layers
+        self.final_norm = make_norm("final_norm", context) if "final_norm" in infos else None
         self.predictions = None
         if mtp_layers:
             tied_weight = _embedding_copy(context) if tied_weight is None else tied_weight
@@ -302,7 +308,7 @@ class Embedding(nn.Module):
 
     def __init__(self, context: ModelContext, *, is_shared: bool = False) -> None:
         super().__init__()
-        weight = _vocab_matrix("embedding", context, shared="embedding" if is_shared else None)
+        weight = _vocab_matrix(context.infos.embedding(is_shared=is_shared), context)
         self.words = VocabEmbedding(weight, context=context)
         self.dropout = ResidualDropout(layer=0, site=Site.EMBEDDING, context=context)
 
@@ -330,7 +336,7 @@ class Head(nn.Module):
         self.region = context.region
         self.loss, self.context = loss, LossContext.of(context.region, context.shape)
         if not context.shape.tie_embeddings:
-            self.weight = _vocab_matrix("head", context)
+            self.weight = _vocab_matrix(context.infos.vocab_matrix("head"), context)
         elif tied_weight is not None:
             self.weight = tied_weight
         else:
@@ -386,18 +392,9 @@ class Head(nn.Module):
 
 
 def _embedding_copy(context: ModelContext) -> nn.Parameter:
-    return _vocab_matrix("embedding", context, shared="embedding", is_shared_copy=True)
+    return _vocab_matrix(context.infos.embedding_copy(), context)
 
 
-def _vocab_matrix(
-    name: str, context: ModelContext, *, shared: str | None = None, is_shared_copy: bool = False
-) -> nn.Parameter:
-    shape = context.shape
-    info = ParamInfo(
-        name=name,
-        full_shape=(shape.padded_vocab, shape.hidden),
-        tp_dim=0,
-        shared=shared,
-        is_shared_copy=is_shared_copy,
-    )
-    return context.params.normal(info, std=context.config.init_std, drawn_rows=shape.vocab)
+def _vocab_matrix(info: ParamInfo, context: ModelContext) -> nn.Parameter:
+    std, rows = context.config.init_std, context.shape.vocab
+    return context.params.normal(info, std=std, drawn_rows=rows)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import shard
 from megacore.parallel.process_groups import Group
 
 

@@ -24,12 +24,12 @@ from megacore.ops.linear import linear
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import DebugConfig, ModelConfig, MoEConfig
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
 from megatrain.models.init import ParamFactory
 from megatrain.models.mappings import Region, copy_to_group, reduce_from_group
+from megatrain.models.param_infos import GPTInfos, Infos
 from megatrain.models.shape import GPTShape
 
 
@@ -68,6 +68,16 @@ class ModelContext:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
+    def infos(self) -> GPTInfos:
+        """Descriptions of the parameters of blocks."""
+        return GPTInfos(
+            config=self.config,
+            moe=self.moe,
+            shape=self.shape,
+            sequence_parallel=self.region.sequence_parallel,
+        )
+
+    @property
     def linear(self) -> Callable[..., Tensor]:
         """Function of linear layers: ``(x, weight, bias=None)`` to ``x @ weight.T + bias``."""
         return fp8_linear if self.fp8 else linear
@@ -94,15 +104,8 @@ class RMSNorm(nn.Module):
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
         self.eps = context.config.norm_eps
-        self.weight = context.params.ones(
-            ParamInfo(
-                name=name,
-                full_shape=(context.shape.hidden,),
-                tp_dim=None,
-                sequence_parallel=context.region.sequence_parallel,
-                weight_decay=False,
-            )
-        )
+        (info,) = context.infos.norm(name).values()
+        self.weight = context.params.ones(info)
 
     @overload
     def forward(self, x_SBH: Tensor) -> Tensor: ...
@@ -126,18 +129,9 @@ class LayerNorm(nn.Module):
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
         self.eps = context.config.norm_eps
-        infos = [
-            ParamInfo(
-                name=part,
-                full_shape=(context.shape.hidden,),
-                tp_dim=None,
-                sequence_parallel=context.region.sequence_parallel,
-                weight_decay=False,
-            )
-            for part in (name, f"{name}_bias")
-        ]
-        self.weight = context.params.ones(infos[0])
-        self.bias = context.params.zeros(infos[1])
+        weight, bias = context.infos.norm(name, bias=True).values()
+        self.weight = context.params.ones(weight)
+        self.bias = context.params.zeros(bias)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Normalize ``(..., H)``; the shape is unchanged."""
@@ -162,18 +156,9 @@ class HeadNorms(nn.Module):
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
         self.eps = context.config.norm_eps
-        infos = [
-            ParamInfo(
-                name=f"{name}.{part}",
-                full_shape=(context.shape.head_dim,),
-                tp_dim=None,
-                # Each tp rank had its own heads only, so gradients are always summed.
-                sequence_parallel=True,
-                weight_decay=False,
-            )
-            for part in ("q_norm", "k_norm")
-        ]
-        self.q_weight, self.k_weight = map(context.params.ones, infos)
+        self.q_weight, self.k_weight = map(
+            context.params.ones, context.infos.qk_norm(name).values()
+        )
 
     def forward(
         self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
@@ -195,16 +180,9 @@ class WidthNorms(nn.Module):
         self.eps, self.group = context.config.norm_eps, context.region.group
         self.head_dim = shape.head_dim
         self.widths = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
-        infos = [
-            ParamInfo(
-                name=f"{name}.{part}",
-                full_shape=(shape.num_kv_heads, number * shape.head_dim),
-                tp_dim=0,
-                weight_decay=False,
-            )
-            for part, number in (("q_norm", shape.q_per_kv), ("k_norm", 1))
-        ]
-        self.q_weight, self.k_weight = map(context.params.ones, infos)
+        self.q_weight, self.k_weight = map(
+            context.params.ones, context.infos.qk_norm(name).values()
+        )
 
     def forward(
         self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
@@ -249,15 +227,25 @@ class ColumnLinear(nn.Module):
         self.region = context.region
         self.linear = context.linear
         self.enters = enters and context.region.group.size > 1
-        self.weight = context.params.normal(
-            ParamInfo(name=name, full_shape=full_shape, tp_dim=tp_dim), std=context.config.init_std
+        weight, *biases = context.infos.column(name, full_shape, tp_dim=tp_dim, bias=bias).values()
+        self.weight = context.params.normal(weight, std=context.config.init_std)
+        self.bias = context.params.zeros(biases[0]) if biases else None
+
+    @classmethod
+    def of(
+        cls, infos: Infos, name: str, *, context: ModelContext, enters: bool = True
+    ) -> ColumnLinear:
+        """Make the layer ``name`` of a described block."""
+        info = infos[name]
+        assert info.tp_dim is not None
+        return cls(
+            name,
+            info.full_shape,
+            tp_dim=info.tp_dim,
+            context=context,
+            bias=f"{name}_bias" in infos,
+            enters=enters,
         )
-        self.bias = None
-        if bias:
-            info = ParamInfo(
-                name=f"{name}_bias", full_shape=full_shape[:-1], tp_dim=tp_dim, weight_decay=False
-            )
-            self.bias = context.params.zeros(info)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
@@ -276,21 +264,15 @@ class RowLinear(nn.Module):
         self.region = context.region
         self.linear = context.linear
         self.leaves = context.region.group.size > 1
-        self.weight = context.params.normal(
-            ParamInfo(name=name, full_shape=(context.shape.hidden, num_inputs), tp_dim=1),
-            std=context.output_std,
-        )
-        self.bias = None
-        if bias:
-            # Added to the sum over ranks: each rank has its tokens with sequence parallelism.
-            info = ParamInfo(
-                name=f"{name}_bias",
-                full_shape=(context.shape.hidden,),
-                tp_dim=None,
-                sequence_parallel=context.region.sequence_parallel,
-                weight_decay=False,
-            )
-            self.bias = context.params.zeros(info)
+        weight, *biases = context.infos.row(name, num_inputs, bias=bias).values()
+        self.weight = context.params.normal(weight, std=context.output_std)
+        self.bias = context.params.zeros(biases[0]) if biases else None
+
+    @classmethod
+    def of(cls, infos: Infos, name: str, *, context: ModelContext) -> RowLinear:
+        """Make the layer ``name`` of a described block."""
+        num_inputs = infos[name].full_shape[1]
+        return cls(name, num_inputs, context=context, bias=f"{name}_bias" in infos)
 
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""

@@ -6,7 +6,6 @@ Shapes: S sequence, B batch, H hidden, E experts, F inner width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -27,11 +26,12 @@ from megacore.moe.router import RoutingResult, TokenNames, TopKRouter
 from megacore.ops.linear import linear
 from megacore.ops.recompute import RecomputeCache
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo, use_params
+from megacore.parallel.params import use_params
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import MoEConfig
 from megatrain.models.layers import ModelContext
 from megatrain.models.mappings import Region, gather_sequence, scatter_sequence
+from megatrain.models.param_infos import Infos
 
 
 class MoEBlock(nn.Module):
@@ -53,19 +53,12 @@ class MoEBlock(nn.Module):
         super().__init__()
         moe, groups, region = context.moe, context.groups, context.region
         self.token_region = Region(group=region.group, sequence_parallel=True, cp=region.cp)
+        infos = context.infos.moe_block(name)
+        bias = infos.get(f"{name}.router_bias")
         router = TopKRouter(
             moe.router_options(context.debug),
-            context.params.normal(
-                ParamInfo(
-                    name=f"{name}.router",
-                    full_shape=(moe.num_experts, context.shape.hidden),
-                    tp_dim=None,
-                    # Each tp rank routes its own tokens, so gradients are always summed.
-                    sequence_parallel=True,
-                ),
-                std=context.config.init_std,
-            ),
-            bias=_router_bias(f"{name}.router_bias", context),
+            context.params.normal(infos[f"{name}.router"], std=context.config.init_std),
+            bias=None if bias is None else context.params.zeros(bias),
             groups=RouterGroups(
                 sequence_parallel=groups.tp,
                 cp=groups.cp,
@@ -81,7 +74,7 @@ class MoEBlock(nn.Module):
             router=router,
             dispatcher=_dispatcher(context, echo),
             echo=echo,
-            experts=_experts(f"{name}.experts", context),
+            experts=_experts(f"{name}.experts", infos, context),
             shared=shared,
             scatter_tokens=None if is_split else self._scatter_tokens,
             gather_tokens=None if is_split else self._gather_tokens,
@@ -141,15 +134,8 @@ class GatedExpert(nn.Module):
     def __init__(self, name: str, mlp: nn.Module, context: ModelContext) -> None:
         super().__init__()
         self.mlp = mlp
-        self.gate = context.params.normal(
-            ParamInfo(
-                name=name,
-                full_shape=(1, context.shape.hidden),
-                tp_dim=None,
-                sequence_parallel=context.region.sequence_parallel,
-            ),
-            std=context.config.init_std,
-        )
+        info = context.infos.shared_gate(name)[name]
+        self.gate = context.params.normal(info, std=context.config.init_std)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Compute ``(S[/tp], B, H)`` to the same shape."""
@@ -165,19 +151,6 @@ class GatedExpert(nn.Module):
             return finish() * torch.sigmoid(linear(x_SBH, self.gate))
 
         return gated
-
-
-def _router_bias(name: str, context: ModelContext) -> nn.Parameter | None:
-    if not context.moe.biases:
-        return None
-    info = ParamInfo(
-        name=name,
-        full_shape=(context.moe.num_experts,),
-        tp_dim=None,
-        sequence_parallel=True,
-        weight_decay=False,
-    )
-    return context.params.zeros(info)
 
 
 def peers_of(
@@ -244,44 +217,13 @@ def _dispatcher(context: ModelContext, echo: Echo | None) -> Dispatcher:
     )
 
 
-def _experts(name: str, context: ModelContext) -> GroupedExperts:
-    moe, hidden = context.moe, context.shape.hidden
-    width = moe.ffn_hidden_size or context.shape.ffn
-    inner = (2, width) if moe.gated else (width,)
-    fc1 = ParamInfo(
-        name=f"{name}.fc1",
-        full_shape=(moe.num_experts, *inner, hidden),
-        tp_dim=len(inner),
-        ep_dim=0,
-        expert=True,
-    )
-    fc2 = ParamInfo(
-        name=f"{name}.fc2",
-        full_shape=(moe.num_experts, hidden, width),
-        tp_dim=2,
-        ep_dim=0,
-        expert=True,
-    )
+def _experts(name: str, infos: Infos, context: ModelContext) -> GroupedExperts:
+    params, biases = context.params, None
+    fc1 = params.experts(infos[f"{name}.fc1"], std=context.config.init_std)
+    fc2 = params.experts(infos[f"{name}.fc2"], std=context.output_std)
+    if context.moe.biases:  # zero at the start
+        made = [params.experts(infos[f"{name}.{part}_bias"], std=0.0) for part in ("fc1", "fc2")]
+        biases = ExpertBiases(*made, num_shards=context.groups.etp.size)
     return GroupedExperts(
-        context.params.experts(fc1, std=context.config.init_std),
-        context.params.experts(fc2, std=context.output_std),
-        activation=moe.activation,
-        biases=_expert_biases(fc1, fc2, context) if moe.biases else None,
-        fp8=context.fp8,
+        fc1, fc2, activation=context.moe.activation, biases=biases, fp8=context.fp8
     )
-
-
-def _expert_biases(fc1: ParamInfo, fc2: ParamInfo, context: ModelContext) -> ExpertBiases:
-    """Make the biases of these matrices, zero at the start."""
-    infos = [
-        replace(
-            info,
-            name=f"{info.name}_bias",
-            full_shape=info.full_shape[:-1],
-            tp_dim=tp_dim,
-            weight_decay=False,
-        )
-        for info, tp_dim in ((fc1, fc1.tp_dim), (fc2, None))
-    ]
-    made = [context.params.experts(info, std=0.0) for info in infos]
-    return ExpertBiases(*made, num_shards=context.groups.etp.size)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megacore.ops.linear import linear
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo
 from megatrain.models.layers import ModelContext, VocabEmbedding, make_norm
 from megatrain.models.transformer import TransformerLayer
 
@@ -36,19 +35,11 @@ class PredictionLayer(nn.Module):
 
     def __init__(self, index: int, context: ModelContext) -> None:
         super().__init__()
-        hidden, name = context.shape.hidden, f"layers.{index}.mtp"
+        name = f"layers.{index}.mtp"
         self.hidden_norm = make_norm(f"{name}.hidden_norm", context)
         self.embedding_norm = make_norm(f"{name}.embedding_norm", context)
-        # Replicated over tp: with sequence parallelism, each rank applies it to its own tokens.
-        self.projection = context.params.normal(
-            ParamInfo(
-                name=f"{name}.projection",
-                full_shape=(hidden, 2 * hidden),
-                tp_dim=None,
-                sequence_parallel=context.region.sequence_parallel,
-            ),
-            std=context.config.init_std,
-        )
+        info = context.infos.prediction_layer(index)[f"{name}.projection"]
+        self.projection = context.params.normal(info, std=context.config.init_std)
         self.layer = TransformerLayer(index, context)
         self.final_norm = make_norm(f"{name}.final_norm", context)
 

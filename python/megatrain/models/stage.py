@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megacore.moe.dispatchers import Peers, StaticBudget
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.layer import MoELayer
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import DebugConfig, ModelConfig, MoEConfig
 from megatrain.models.init import ParamFactory

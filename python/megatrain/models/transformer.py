@@ -49,9 +49,9 @@ class MLP(nn.Module):
 
     def __init__(self, name: str, context: ModelContext, *, width: int) -> None:
         super().__init__()
-        full_shape = (2, width, context.shape.hidden)
-        self.gate_up = ColumnLinear(f"{name}.gate_up", full_shape, tp_dim=1, context=context)
-        self.down = RowLinear(f"{name}.down", width, context=context)
+        infos = context.infos.mlp(name, width)
+        self.gate_up = ColumnLinear.of(infos, f"{name}.gate_up", context=context)
+        self.down = RowLinear.of(infos, f"{name}.down", context=context)
         self.activation = context.config.activation
         self.activate = geglu if self.activation == "geglu" else swiglu
 

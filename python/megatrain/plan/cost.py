@@ -103,7 +103,7 @@ class LayerCosts:
     def __init__(self, model: ModelSpec, spec: RunSpec, device: Device) -> None:
         """Price all parts; nothing depends on ``pp``, ``chunks``, ``schedule`` or ``zero``."""
         self.model, self.spec, self.device = model, spec, device
-        self.tokens = spec.microbatch * model.seq / spec.cp
+        self.tokens = spec.microbatch * model.seq_length / spec.cp
         self.split = spec.token_split
         self.local = self.tokens / self.split
         self.bandwidth = device.peak_hbm * device.memory_bound_efficiency
@@ -118,7 +118,7 @@ class LayerCosts:
         self.logits_again = 0.0  # in the second half of a split backward pass
         self.head = self._head()
         self.embedding = Cost()
-        traffic = 2 * model.hidden * self.tokens / self.split / self.bandwidth
+        traffic = 2 * model.hidden_size * self.tokens / self.split / self.bandwidth
         self.embedding.add("elementwise", 2 * traffic, 0.0, 4 * traffic)
 
     # ---- parts ----
@@ -128,7 +128,7 @@ class LayerCosts:
         cost, again = self._attention_block(), Cost()
         mlp = self._moe() if moe else self._mlp()
         recompute = spec.recompute
-        if "layer" in recompute or ("op" in recompute):
+        if "layer" in recompute or "products" in recompute:
             again.plus(cost)
             again.plus(mlp)
             share = 1.0 if "layer" in recompute else 0.5
@@ -136,13 +136,13 @@ class LayerCosts:
             share = 1.0
             if recompute & {"mlp", "moe"} and ("moe" if moe else "mlp") in recompute:
                 again.plus(mlp)
-            if recompute & {"core_attn", "attention"}:
+            if recompute & {"scores", "attention"}:
                 again.plus(self._core_attention())
             if "norm" in recompute:
-                again.add("elementwise", self._traffic(8 * self.model.hidden / self.split))
-            if recompute & {"activation", "moe_act"}:
+                again.add("elementwise", self._traffic(8 * self.model.hidden_size / self.split))
+            if recompute & {"activation", "expert_activation"}:
                 again.add("elementwise", self._traffic(self._act_bytes(moe)))
-            if "mla_up_proj" in recompute and self.model.kv_lora:
+            if "kv_up" in recompute and self.model.mla.kv_rank:
                 up = Cost()
                 self._products(up, self.model.qkv_matrices[-1:])
                 again.plus(up)
@@ -162,12 +162,12 @@ class LayerCosts:
         model = self.model
         cost = Cost()
         self._products(cost, model.qkv_matrices)
-        width = model.heads * model.head_dims[1]
-        self._products(cost, ((model.hidden, width, True),), rows=True)
+        width = model.num_heads * model.head_dims[1]
+        self._products(cost, ((model.hidden_size, width, True),), rows=True)
         cost.plus(self._core_attention())
-        hidden = model.hidden / self.split
-        heads = (model.heads + 2 * model.kv_heads) * model.head_dim / self.spec.tp
-        extra = 3 if model.kv_lora else 1
+        hidden = model.hidden_size / self.split
+        heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / self.spec.tp
+        extra = 3 if model.mla.kv_rank else 1
         cost.add(
             "elementwise",
             self._traffic(10 * hidden + 4 * heads * extra),
@@ -179,11 +179,11 @@ class LayerCosts:
     def _core_attention(self) -> Cost:
         model, spec, device = self.model, self.spec, self.device
         cost = Cost()
-        per_key = 2 * self.tokens * model.heads / spec.tp * sum(model.head_dims)
+        per_key = 2 * self.tokens * model.num_heads / spec.tp * sum(model.head_dims)
         if spec.attention == "unfused":
             rate = device.peak_clock * device.peak_bf16 * device.attention_unfused
-            scores = self.tokens * model.seq * model.heads / spec.tp
-            flops = per_key * model.seq
+            scores = self.tokens * model.seq_length * model.num_heads / spec.tp
+            flops = per_key * model.seq_length
             cost.add("attention", flops / rate, 2 * flops / rate)
             cost.add("attention", 9 * scores / self.bandwidth, 11 * scores / self.bandwidth)
             return cost
@@ -191,7 +191,7 @@ class LayerCosts:
         rate = device.peak_fp32 if is_fp32 else device.peak_bf16
         rate *= device.attention_fp32 if is_fp32 else device.attention_forward
         rate *= device.peak_clock
-        rate *= model.seq / (model.seq + device.attention_half)
+        rate *= model.seq_length / (model.seq_length + device.attention_half)
         if spec.attention == "flash2":
             rate *= device.attention_flash2
         if any(model.windows):
@@ -206,16 +206,16 @@ class LayerCosts:
         model, spec = self.model, self.spec
         ring = link(self.device, spec.cp, self.at["cp"])
         queries, values = model.head_dims
-        kv_heads = model.heads if model.kv_lora else model.kv_heads
+        kv_heads = model.num_heads if model.mla.kv_rank else model.num_kv_heads
         width = kv_heads * (queries + values) / spec.tp
         if spec.cp_comm == "a2a":
-            width = (model.heads + kv_heads) * (queries + values) / spec.tp
+            width = (model.num_heads + kv_heads) * (queries + values) / spec.tp
             once = ring.ring(2 * self.tokens * width)
             cost.add("cp", once, once)
             return
         if spec.cp_comm == "allgather":  # before attention and after its gradients: not hidden
-            if model.kv_lora:
-                width = model.kv_lora + model.qk_rope
+            if model.mla.kv_rank:
+                width = model.mla.kv_rank + model.mla.rope_head_dim
             once = ring.ring(2 * self.tokens * width * spec.cp)
             cost.add("cp", once, once)
             return
@@ -226,11 +226,11 @@ class LayerCosts:
     def _mlp(self) -> Cost:
         model = self.model
         cost = Cost()
-        wide = (2 if model.gated else 1) * model.ffn
-        self._products(cost, ((wide, model.hidden, True),))
-        self._products(cost, ((model.hidden, model.ffn, True),), rows=True)
+        wide = (2 if model.gated else 1) * model.ffn_hidden_size
+        self._products(cost, ((wide, model.hidden_size, True),))
+        self._products(cost, ((model.hidden_size, model.ffn_hidden_size, True),), rows=True)
         traffic = self._act_bytes(False)
-        hidden = model.hidden / self.split
+        hidden = model.hidden_size / self.split
         cost.add(
             "elementwise",
             self._traffic(10 * hidden + traffic),
@@ -241,27 +241,29 @@ class LayerCosts:
 
     def _moe(self) -> Cost:
         model, spec, device = self.model, self.spec, self.device
+        moe = model.moe
         cost = Cost()
         dispatched = self.tokens / spec.tp
-        rows = dispatched * model.top_k * spec.etp * spec.load(model.experts)
-        wide = (2 if model.experts_gated else 1) * model.moe_ffn / spec.etp
-        self._grouped(cost, rows, wide, model.hidden)
-        self._grouped(cost, rows, model.hidden, model.moe_ffn / spec.etp)
-        act = (6 if model.experts_gated else 4) * model.moe_ffn / spec.etp * rows
+        rows = dispatched * moe.top_k * spec.etp * spec.load(moe.num_experts)
+        wide = (2 if moe.gated else 1) * model.expert_width / spec.etp
+        self._grouped(cost, rows, wide, model.hidden_size)
+        self._grouped(cost, rows, model.hidden_size, model.expert_width / spec.etp)
+        act = (6 if moe.gated else 4) * model.expert_width / spec.etp * rows
         act /= self.bandwidth * self.element_rate
         if not spec.fused_experts:
             cost.add("elementwise", act, 1.67 * act)
-        permute = 8 * model.hidden * rows / spec.etp / device.peak_hbm
+        permute = 8 * model.hidden_size * rows / spec.etp / device.peak_hbm
         permute /= device.memory_bound_permute / (2 if spec.precision == "fp32" else 1)
         if not spec.fused_experts:
             cost.add("elementwise", permute, permute)
-        hidden = model.hidden / self.split
+        hidden = model.hidden_size / self.split
         cost.add("elementwise", self._traffic(10 * hidden), self._traffic(12 * hidden))
-        router = self._product(dispatched, model.experts, model.hidden, device.peak("bf16"))
-        cost.add("gemm", router, router, router)
-        if model.shared_ffn:
-            self._products(cost, ((2 * model.shared_ffn, model.hidden, True),))
-            self._products(cost, ((model.hidden, model.shared_ffn, True),), rows=True)
+        experts, shared = moe.num_experts, moe.shared_ffn_hidden_size
+        once = self._product(dispatched, experts, model.hidden_size, device.peak("bf16"))
+        cost.add("gemm", once, once, once)
+        if shared:
+            self._products(cost, ((2 * shared, model.hidden_size, True),))
+            self._products(cost, ((model.hidden_size, shared, True),), rows=True)
             self._tensor_exchange(cost)
         self._expert_exchange(cost, dispatched)
         return cost
@@ -269,8 +271,8 @@ class LayerCosts:
     def _head(self) -> Cost:
         model, spec = self.model, self.spec
         cost = Cost()
-        columns = model.vocab / spec.tp
-        once = self._product(self.tokens, columns, model.hidden, self._head_peak())
+        columns = model.padded_vocab_size / spec.tp
+        once = self._product(self.tokens, columns, model.hidden_size, self._head_peak())
         cost.add("head", once, once, once)
         read, written = {"fused": (4, 4), "unfused": (18, 10), "eager": (24, 16)}[spec.loss]
         rate = self.device.memory_bound_loss
@@ -284,7 +286,7 @@ class LayerCosts:
         per_byte = self.tokens / (self.bandwidth * rate)
         cost.add("head", read * columns * per_byte, written * columns * per_byte)
         if spec.tp > 1:
-            ring = self.tp_link.ring(2 * self.tokens * model.hidden)
+            ring = self.tp_link.ring(2 * self.tokens * model.hidden_size)
             cost.add("tp", ring, 2 * ring)
         if self.shares_host:
             cost.stretch("contention", cost.total * (1 + self.device.contention_share))
@@ -302,8 +304,8 @@ class LayerCosts:
     def _act_bytes(self, moe: bool) -> float:
         model = self.model
         if moe:
-            return 6 * model.moe_ffn * model.top_k / self.spec.tp
-        return (6 if model.gated else 4) * model.ffn / self.spec.tp
+            return 6 * model.expert_width * model.moe.top_k / self.spec.tp
+        return (6 if model.gated else 4) * model.ffn_hidden_size / self.spec.tp
 
     def _product(self, m: float, n: float, k: float, peak: float) -> float:
         half = self.device.gemm_half
@@ -331,7 +333,7 @@ class LayerCosts:
     def _grouped(self, cost: Cost, rows: float, n: float, k: float) -> None:
         """Add the three products of a rank's experts."""
         device, spec, model = self.device, self.spec, self.model
-        experts = max(1.0, model.experts / spec.ep) + spec.clones
+        experts = max(1.0, model.moe.num_experts / spec.ep) + spec.clones
         each = rows / experts
         # Grouped products with one scale per tensor gain nothing over 16 bits unless fused.
         slow = spec.precision in ("fp8", "fp8-cs", "fp8-ds") and not spec.fused_experts
@@ -353,20 +355,20 @@ class LayerCosts:
         if spec.tp == 1:
             return
         shown = device.exposed_tp_overlapped if "tp" in spec.overlap else device.exposed_tp
-        both = 2 * self.tp_link.ring(2 * self.tokens * self.model.hidden) * shown
+        both = 2 * self.tp_link.ring(2 * self.tokens * self.model.hidden_size) * shown
         cost.add("tp", both, both * (1.5 if spec.sequence_parallel else 1))
 
     def _expert_exchange(self, cost: Cost, dispatched: float) -> None:
         model, spec, device = self.model, self.spec, self.device
         shown = device.exposed_ep_overlapped if "ep" in spec.overlap else 1.0
         if spec.ep > 1:
-            once = self.dispatch_time(dispatched) * spec.load(model.experts)
+            once = self.dispatch_time(dispatched) * spec.load(model.moe.num_experts)
             cost.add("ep", 2 * shown * once, 2 * shown * once)
         if spec.clones:
             self._clone_exchange(cost, shown)
         if spec.etp > 1:
             ring = link(device, spec.etp, self.at["etp"])
-            once = ring.ring(2 * dispatched * model.top_k * spec.etp * model.hidden)
+            once = ring.ring(2 * dispatched * model.moe.top_k * spec.etp * model.hidden_size)
             cost.add("ep", 2 * shown * once, 3 * shown * once)
 
     def _clone_exchange(self, cost: Cost, shown: float) -> None:
@@ -391,13 +393,13 @@ class LayerCosts:
         """Return the time to send this many tokens of a rank to their experts, or back."""
         model, spec, device = self.model, self.spec, self.device
         group = link(device, spec.ep, self.at["ep"])
-        row = tokens * 2 * model.hidden
+        row = tokens * 2 * model.hidden_size
         fast = device.link_nvlink * device.link_alltoall_nvlink
         if spec.dispatcher == "allgather":
             return group.ring(row * spec.ep)
         if spec.dispatcher == "alltoall":
-            inside = model.top_k * (1 / group.nodes - 1 / spec.ep)
-            outside = model.top_k * (1 - 1 / group.nodes)
+            inside = model.moe.top_k * (1 / group.nodes - 1 / spec.ep)
+            outside = model.moe.top_k * (1 - 1 / group.nodes)
         else:
             inside = self._distinct(spec.ep // group.nodes)
             outside = self._distinct(group.nodes)
@@ -409,11 +411,11 @@ class LayerCosts:
         model = self.model
         if units <= 1:
             return 0.0
-        groups, chosen = model.groups, model.groups_top_k
+        groups, chosen = model.moe.num_groups, model.moe.groups_top_k
         if groups > 1 and units <= groups and groups % units == 0:
             missed = comb(groups - groups // units, chosen) / comb(groups, chosen)
         else:
-            missed = (1 - 1 / units) ** model.top_k
+            missed = (1 - 1 / units) ** model.moe.top_k
         return (units - 1) * (1 - missed)
 
     def _floor(self, moe: bool) -> float:

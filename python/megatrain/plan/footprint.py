@@ -78,32 +78,32 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     """
     wide, split = spec.width, spec.token_split
     saved = 1 if spec.is_fp8 else wide  # input of a matrix product
-    h, t = model.hidden, spec.tp
+    h, t = model.hidden_size, spec.tp
     norm_inputs = 2 * wide * h / split
     norm_outputs = 2 * saved * h / (1 if spec.plain_autograd else split)
     up, core, out = 0.0, 0.0, 0.0
-    if model.kv_lora:
-        latent = wide * (2 * model.q_lora + 2 * model.kv_lora + model.qk_rope)
+    if model.mla.kv_rank:
+        latent = wide * (2 * model.mla.q_rank + 2 * model.mla.kv_rank + model.mla.rope_head_dim)
         query, value = model.head_dims
-        up = (2 * model.heads * query + model.heads * value) * wide / t
-        core, out = latent, saved * model.heads * value / t
+        up = (2 * model.num_heads * query + model.num_heads * value) * wide / t
+        core, out = latent, saved * model.num_heads * value / t
     else:
-        core = wide * (model.heads + 2 * model.kv_heads) * model.head_dim / t
-        out = saved * model.heads * model.head_dim / t
-    log_sums = 4 * model.heads / t
-    scores = 5 * model.heads * model.seq / t if spec.attention == "unfused" else 0.0
+        core = wide * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / t
+        out = saved * model.num_heads * model.head_dim / t
+    log_sums = 4 * model.num_heads / t
+    scores = 5 * model.num_heads * model.seq_length / t if spec.attention == "unfused" else 0.0
     masks = h / split * 2 if spec.attention == "unfused" else 0.0
     if moe:
-        copies = model.top_k / spec.tp * spec.load(model.experts)
-        inner = 2 if model.experts_gated else 1
-        experts = copies * (saved * h + wide * inner * model.moe_ffn)
-        activation = copies * saved * model.moe_ffn
+        copies = model.moe.top_k / spec.tp * spec.load(model.moe.num_experts)
+        inner = 2 if model.moe.gated else 1
+        experts = copies * (saved * h + wide * inner * model.expert_width)
+        activation = copies * saved * model.expert_width
         permuted = copies * wide * h if spec.keeps_permuted else 0.0
-        shared = (2 * wide + saved) * model.shared_ffn / t
+        shared = (2 * wide + saved) * model.moe.shared_ffn_hidden_size / t
         mlp = experts + permuted + shared
     else:
-        mlp = (2 * wide if model.gated else wide) * model.ffn / t
-        activation = saved * model.ffn / t
+        mlp = (2 * wide if model.gated else wide) * model.ffn_hidden_size / t
+        activation = saved * model.ffn_hidden_size / t
     gathered, passing = context_bytes(model, spec)
     kept = norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks
     kept += mlp + activation + gathered
@@ -111,19 +111,19 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     recompute = spec.recompute
     if "layer" in recompute:
         return wide * h / split, whole
-    if "op" in recompute:
+    if "products" in recompute:
         return 0.55 * kept, whole
     if "attention" in recompute:  # with the output projection, whose input is not kept
         kept -= scores + out + log_sums + gathered
-    elif "core_attn" in recompute:
+    elif "scores" in recompute:
         kept -= scores
     if "norm" in recompute:
         kept -= norm_outputs
     if ("moe" if moe else "mlp") in recompute:
         kept -= mlp + activation
-    elif recompute & ({"moe_act"} if moe else {"activation"}):
+    elif recompute & ({"expert_activation"} if moe else {"activation"}):
         kept -= activation
-    if "mla_up_proj" in recompute:
+    if "kv_up" in recompute:
         kept -= up
     return kept, whole
 
@@ -138,21 +138,21 @@ def context_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
         return 0.0, 0.0
     wide = spec.width
     queries, values = model.head_dims
-    kv_heads = model.heads if model.kv_lora else model.kv_heads
+    kv_heads = model.num_heads if model.mla.kv_rank else model.num_kv_heads
     width = kv_heads * (queries + values) / spec.tp
     if spec.cp_comm == "ring":
         return 0.0, (2 * wide + 2 * 4) * width
     if spec.cp_comm == "a2a":
         return 0.0, wide * width
-    if model.kv_lora:
-        width += model.kv_lora + model.qk_rope
+    if model.mla.kv_rank:
+        width += model.mla.kv_rank + model.mla.rope_head_dim
     return (spec.cp - 1) * wide * width, 0.0
 
 
 def mlp_width(model: ModelSpec, spec: RunSpec) -> float:
     """Return the inner width of an MLP or of the experts of a token on a rank."""
-    experts = model.top_k * model.moe_ffn + model.shared_ffn
-    return max(experts if any(model.moe_layers) else 0, model.ffn) / spec.tp
+    experts = model.moe.top_k * model.expert_width + model.moe.shared_ffn_hidden_size
+    return max(experts if any(model.moe_layers) else 0, model.ffn_hidden_size) / spec.tp
 
 
 def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
@@ -162,33 +162,34 @@ def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     the input of the activation; that of its output takes the place of the output itself.
     """
     kept, whole = layer_bytes(model, spec, moe)
-    rows = 1 + (model.top_k / spec.tp * spec.load(model.experts) if moe else 0)
-    gated = model.experts_gated if moe else model.gated
+    rows = 1 + (model.moe.top_k / spec.tp * spec.load(model.moe.num_experts) if moe else 0)
+    gated = model.moe.gated if moe else model.gated
     inner = (2 if gated else 1) * mlp_width(model, spec)
-    return whole - kept + spec.width * (rows * model.hidden + inner)
+    return whole - kept + spec.width * (rows * model.hidden_size + inner)
 
 
 def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     """Return the bytes per token of output gradients that a layer keeps between I and W."""
     inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
     if moe:
-        copies = model.top_k / spec.tp * spec.load(model.experts)
-        experts = (2 if model.experts_gated else 1) * model.moe_ffn + model.hidden
-        inner += copies * experts + 2 * model.shared_ffn / spec.tp
+        copies = model.moe.top_k / spec.tp * spec.load(model.moe.num_experts)
+        experts = (2 if model.moe.gated else 1) * model.expert_width + model.hidden_size
+        inner += copies * experts + 2 * model.moe.shared_ffn_hidden_size / spec.tp
     else:
-        inner += (2 if model.gated else 1) * model.ffn / spec.tp
-    return spec.width * (inner + 2 * model.hidden)
+        inner += (2 if model.gated else 1) * model.ffn_hidden_size / spec.tp
+    return spec.width * (inner + 2 * model.hidden_size)
 
 
 def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     """Return the bytes per token that the loss keeps, and those at its peak with the logits."""
-    columns = model.vocab / spec.tp
+    columns = model.padded_vocab_size / spec.tp
     block = loss_columns(model, spec)
     if block is not None:
         # The sum of exponentials and the labels; at the peak also the gradients of both inputs.
         logits = 4 if spec.precision == "fp32" else 6
-        weight = spec.width * columns * model.hidden / (spec.microbatch * model.seq / spec.cp)
-        return 12, 12 + logits * block + 4 * model.hidden + weight
+        tokens = spec.microbatch * model.seq_length / spec.cp
+        weight = spec.width * columns * model.hidden_size / tokens
+        return 12, 12 + logits * block + 4 * model.hidden_size + weight
     peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
     if spec.precision == "fp32" and spec.loss == "unfused":
         peak = 8  # the logits are not copied to float32
@@ -222,12 +223,12 @@ def footprints(
         state: Exact bytes of weights, gradients and optimizer state of each pipeline rank.
             Default: computed from the number of weights, without padding.
     """
-    tokens = spec.microbatch * model.seq / spec.cp
+    tokens = spec.microbatch * model.seq_length / spec.cp
     by_kind = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
     kept = _by_stage(counts, model, {moe: tokens * each[0] for moe, each in by_kind.items()})
-    offload = max(0.0, 1 - spec.offload_layers / max(1, model.layers / spec.pp))
+    offload = max(0.0, 1 - spec.offload_layers / max(1, model.num_layers / spec.pp))
     kept = [each * offload for each in kept]
-    kept[-1] += tokens * 4 * model.hidden / spec.token_split
+    kept[-1] += tokens * 4 * model.hidden_size / spec.token_split
     working = tokens * max(whole for _, whole in by_kind.values())
     if "layer" in spec.recompute:  # the recomputed layer and the gradients inside of its MLP
         working += tokens * 3 * spec.width * mlp_width(model, spec)
@@ -255,10 +256,10 @@ def footprints(
         parts["transient"] = working if is_last else passing
         if spec.plain_autograd and 0 in mine:
             # The embedding's gradient is made when the activations of its stage are gone.
-            words = spec.param_bytes * model.vocab * model.hidden / spec.tp - kept[0]
-            parts["transient"] = max(parts["transient"], words)
+            words = spec.param_bytes * model.padded_vocab_size * model.hidden_size / spec.tp
+            parts["transient"] = max(parts["transient"], words - kept[0])
         if spec.tp > 1:  # gathered input, its gradient and the output before it is scattered
-            parts["tp buffers"] = 3 * 2 * tokens * model.hidden
+            parts["tp buffers"] = 3 * 2 * tokens * model.hidden_size
         if spec.slots:
             parts["slots of clones"] = slot_bytes(model, spec)
         parts["workspace"] = device.memory_workspace * sum(parts.values())
@@ -301,7 +302,8 @@ def _state(
             "optimizer": spec.state_bytes * owned,
         }
     layer = sum(model.layer_params(any(model.moe_layers), spec.tp, spec.ep * spec.etp))
-    unsharded = both if spec.pp > 1 else 2 * layer + model.vocab * model.hidden / spec.tp
+    words = model.padded_vocab_size * model.hidden_size / spec.tp
+    unsharded = both if spec.pp > 1 else 2 * layer + words
     return {
         "weights": 4 * owned + 2 * unsharded,
         "gradients": 4 * owned + (4 * unsharded if spec.pp > 1 else 0.0),
@@ -317,7 +319,7 @@ def _by_stage(
     for count in counts:
         sums.append(sum(by_kind[moe] for moe in model.moe_layers[first : first + count]))
         first += count
-    sums[-1] += sum(by_kind[moe] for moe in model.moe_layers[model.layers :])
+    sums[-1] += sum(by_kind[moe] for moe in model.moe_layers[model.num_layers :])
     return sums
 
 

@@ -62,7 +62,7 @@ class Forecast:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, all ranks."""
-        return self.spec.global_batch * self.model.seq
+        return self.spec.global_batch * self.model.seq_length
 
     @property
     def tokens_per_gpu(self) -> float:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from megacore.buffers import BufferPlan
 from megacore.errors import ConfigError
 from megacore.parallel import ProcessGroups, Topology
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.pipeline import ActionKind, Program
 from megatrain.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
 from megatrain.models.build import build_stages
-from megatrain.models.size import LocalParam
 from megatrain.plan.device import load_device
 from megatrain.plan.graph_memory import GraphBytes, predict_graphs
 from megatrain.plan.layout import make_topology, train_recompute, train_schedule
 from megatrain.plan.routing import check_routing
-from megatrain.plan.state import plan_state
+from megatrain.plan.state import local_numel, plan_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +107,7 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
             num_params += sum(math.prod(info.full_shape) for info in own)
             experts = sum(math.prod(info.full_shape) for info in own if info.expert)
             num_idle += experts - experts * config.moe.top_k // max(1, config.moe.num_experts)
-        params = _local_params(config, infos)
-        state = plan_state(config, world_size, params)
+        state = plan_state(config, world_size, infos)
         ranks.append(
             RankPlan(
                 pp_rank=pp_rank,
@@ -117,7 +115,7 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
                 mtp_layers=tuple(
                     config.model.mtp_layers if stage == further else range(0) for stage in mine
                 ),
-                num_params=sum(param.numel for param in params),
+                num_params=sum(local_numel(config.parallel, info) for info in infos),
                 param_bytes=state.param_bytes,
                 grad_bytes=state.grad_bytes,
                 optimizer_bytes=state.optimizer_bytes,
@@ -176,7 +174,7 @@ def buffer_layouts(
     texts, most = [], 0
     for pp_rank, mine in enumerate(stages_of_ranks(config)):
         infos = _param_infos(config, mine)
-        state = plan_state(config, world_size, _local_params(config, infos))
+        state = plan_state(config, world_size, infos)
         for positions, plan in state.buffers:
             members = [infos[position] for position in positions]
             kind = "expert" if members[0].expert else "dense"
@@ -242,18 +240,3 @@ def _param_infos(config: ResolvedConfig, mine: list[int]) -> list[ParamInfo]:
     """List the parameter infos of one pipeline rank, in order, on the meta device."""
     chunks = build_stages(config, sorted(mine), ProcessGroups.single(), device="meta")
     return [info for chunk in chunks for info, _ in chunk.param_infos()]
-
-
-def _local_params(config: ResolvedConfig, infos: list[ParamInfo]) -> list[LocalParam]:
-    parallel = config.parallel
-    return [
-        LocalParam(
-            math.prod(
-                info.local_shape(parallel.etp if info.expert else parallel.tp, ep_size=parallel.ep)
-            ),
-            expert=info.expert,
-            partial=info.sequence_parallel,
-            shared=info.shared is not None,
-        )
-        for info in infos
-    ]

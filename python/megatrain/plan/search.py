@@ -125,9 +125,10 @@ def _layer_setups(
         frozenset(filter(None, text.split(","))) for text in (_RECOMPUTE_MOE if moe else _RECOMPUTE)
     ]
     for tp in _powers(min(device.link_domain, base.gpus)):
-        if model.heads % tp or model.kv_heads % tp or model.ffn % tp or model.vocab % tp:
+        heads = (model.num_heads, model.num_kv_heads)
+        if any(size % tp for size in (*heads, model.ffn_hidden_size, model.padded_vocab_size)):
             continue
-        for cp in _powers(max(1, model.seq // 4096)):
+        for cp in _powers(max(1, model.seq_length // 4096)):
             if base.gpus % (tp * cp):
                 continue
             for (ep, etp), microbatch, parts in product(
@@ -168,14 +169,14 @@ def _expert_axes(model: ModelSpec, base: RunSpec, tp: int) -> Iterable[tuple[int
         return [(1, 1)]
     sizes = [
         ep
-        for ep in range(1, min(model.experts, base.gpus) + 1)
-        if model.experts % ep == 0 and ep % (base.echo.domain_size or 1) == 0
+        for ep in range(1, min(model.moe.num_experts, base.gpus) + 1)
+        if model.moe.num_experts % ep == 0 and ep % (base.echo.domain_size or 1) == 0
     ]
     return [
         (ep, etp)
         for ep in sizes
         for etp in sorted({1, tp})
-        if base.gpus % (ep * etp) == 0 and model.moe_ffn % etp == 0
+        if base.gpus % (ep * etp) == 0 and model.expert_width % etp == 0
     ]
 
 
@@ -210,7 +211,7 @@ def _pipelines(model: ModelSpec, spec: RunSpec, ends: float) -> Iterator[RunSpec
         ends: Work after the last layer, in layers.
     """
     rest = spec.gpus // (spec.tp * spec.cp)
-    for pp in range(1, min(rest, model.layers) + 1):
+    for pp in range(1, min(rest, model.num_layers) + 1):
         dp = rest // pp
         if rest % pp or spec.global_batch % (dp * spec.microbatch):
             continue
@@ -223,11 +224,11 @@ def _pipelines(model: ModelSpec, spec: RunSpec, ends: float) -> Iterator[RunSpec
             continue
         for chunks in range(1, 13):
             stages = pp * chunks
-            if stages > model.layers:
+            if stages > model.num_layers:
                 continue
-            even = any((model.layers + extra) % stages == 0 for extra in (0, 1, 2))
-            rank = busiest_rank(model.layers, ends, pp, chunks)
-            if not even and rank * pp > _UNEVEN * (model.layers + ends):
+            even = any((model.num_layers + extra) % stages == 0 for extra in (0, 1, 2))
+            rank = busiest_rank(model.num_layers, ends, pp, chunks)
+            if not even and rank * pp > _UNEVEN * (model.num_layers + ends):
                 continue
             if chunks == 1:
                 names: tuple[str, ...] = (
@@ -255,36 +256,37 @@ class _Pricer:
         for moe, share in self.share.items():
             mean.plus(costs.by_kind[moe], share)
         self.mean = mean
-        self.ends = costs.head.total * (1 + model.mtp) / mean.total + model.mtp
-        tokens = spec.microbatch * model.seq / spec.cp
+        depths = model.num_mtp_layers
+        self.ends = costs.head.total * (1 + depths) / mean.total + depths
+        tokens = spec.microbatch * model.seq_length / spec.cp
         layers = {moe: layer_bytes(model, spec, moe) for moe in self.share}
         self.kept = tokens * sum(layers[moe][0] * share for moe, share in self.share.items())
         self.working = tokens * max(whole for _, whole in layers.values())
         self.logits = tokens * head_bytes(model, spec)[1]
         if spec.tp > 1:
-            self.working += 6 * tokens * model.hidden
+            self.working += 6 * tokens * model.hidden_size
         self.slots = slot_bytes(model, spec)
 
     def price(self, spec: RunSpec) -> tuple[float, float]:
         """Return seconds and bytes of a step."""
         model, device, mean = self.model, self.device, self.mean
         pp, m = spec.pp, spec.microbatches
-        layers = model.layers / pp
-        if model.layers % (pp * spec.chunks) or (model.mtp and pp > 1):
-            busiest = busiest_rank(model.layers, self.ends, pp, spec.chunks) * mean.total
+        layers = model.num_layers / pp
+        if model.num_layers % (pp * spec.chunks) or (model.num_mtp_layers and pp > 1):
+            busiest = busiest_rank(model.num_layers, self.ends, pp, spec.chunks) * mean.total
         else:
             busiest = (layers + self.ends) * mean.total
         forward, total = layers * mean.forward, layers * mean.total
         if pp > 1:
             transfer = p2p_link(spec, device)
-            once = 2 * self.costs.tokens * model.hidden / spec.tp / transfer.bandwidth
+            once = 2 * self.costs.tokens * model.hidden_size / spec.tp / transfer.bandwidth
             once += transfer.latency
             if "pp" not in spec.overlap:
                 busiest += 2 * device.exposed_pp * once * spec.chunks
                 total += 2 * device.exposed_pp * once * spec.chunks
         fewer, held = _SCHEDULES[spec.schedule]
         bubble = (pp - 1) * (total - fewer * layers * mean.backward_weight) / spec.chunks
-        counts = [max(1, round(model.layers / pp))] * pp
+        counts = [max(1, round(model.num_layers / pp))] * pp
         stage = Cost(forward, total - forward)
         once_per_step = per_step(model, spec, device, counts, [stage] * pp, [0])
         seconds = m * busiest + max(0.0, bubble) + sum(once_per_step.values())
@@ -303,7 +305,7 @@ class _Pricer:
             shared, own = model.layer_params(moe, spec.tp, spec.ep * spec.etp)
             dense += layers * share * shared
             experts += layers * share * own
-        dense += model.vocab * model.hidden / spec.tp
+        dense += model.padded_vocab_size * model.hidden_size / spec.tp
         state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
         state += spec.state_bytes * spec.owned(dense, experts) + self.slots
         last = max(self.working, self.logits) if spec.pp == 1 else self.working

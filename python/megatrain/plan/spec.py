@@ -7,114 +7,108 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatrain.config import EchoConfig
+from megatrain.config import EchoConfig, MLAConfig, MoEConfig
 from megatrain.config.schedule_file import ScheduleFile
 from megatrain.models.shape import block_columns
 
-_NO_CLONES = EchoConfig()
+_NO_CLONES, _NO_LATENT, _NO_EXPERTS = EchoConfig(), MLAConfig(), MoEConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Shape of a transformer; sizes are those of the whole model.
+    """Shape of a transformer; sizes are those of the whole model, named as in ``[model]``.
 
     Attributes:
-        layers: Transformer layers without those for multi-token prediction (``mtp``).
-        vocab: Rows of the embedding, with padding.
-        gated: The dense MLP has a gate (SwiGLU); ``experts_gated`` is the same for experts.
-        kv_lora: Rank of the compressed keys and values of multi-head latent attention; 0 for
-            multi-head or grouped-query attention. The next fields belong to it.
-        moe_layers: Whether each layer has experts, ``mtp`` layers at the end included.
-        groups: Groups of experts of which ``groups_top_k`` can be chosen; 1 without.
+        gated: The dense MLP has a gate (SwiGLU), as all of megacore's.
+        moe_layers: Whether each layer has experts, those for multi-token prediction at the end
+            included.
         windows: Sliding windows in tokens, repeated over the layers; 0 for none.
     """
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocab: int
-    seq: int
-    tied: bool = False
+    padded_vocab_size: int
+    seq_length: int
+    tie_embeddings: bool = False
     gated: bool = True
     qk_norm: bool = False
-    q_lora: int = 0
-    kv_lora: int = 0
-    qk_nope: int = 0
-    qk_rope: int = 0
-    v_dim: int = 0
-    experts: int = 0
-    top_k: int = 0
-    moe_ffn: int = 0
-    shared_ffn: int = 0
-    shared_gate: bool = False
-    experts_gated: bool = True
+    mla: MLAConfig = _NO_LATENT
+    moe: MoEConfig = _NO_EXPERTS
     moe_layers: tuple[bool, ...] = ()
-    groups: int = 1
-    groups_top_k: int = 1
-    mtp: int = 0
+    num_mtp_layers: int = 0
     windows: tuple[int, ...] = (0,)
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of an expert."""
+        return self.moe.ffn_hidden_size or self.ffn_hidden_size
 
     @cached_property
     def qkv_matrices(self) -> tuple[tuple[int, int, bool], ...]:
         """Projections before attention as (outputs, inputs, split over tp)."""
-        if not self.kv_lora:
-            return (((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden, True),)
-        query = self.heads * (self.qk_nope + self.qk_rope)
+        heads, hidden, mla = self.num_heads, self.hidden_size, self.mla
+        if not mla.kv_rank:
+            return (((heads + 2 * self.num_kv_heads) * self.head_dim, hidden, True),)
+        query = heads * (mla.nope_head_dim + mla.rope_head_dim)
         queries = (
-            ((self.q_lora, self.hidden, False), (query, self.q_lora, True))
-            if self.q_lora
-            else ((query, self.hidden, True),)
+            ((mla.q_rank, hidden, False), (query, mla.q_rank, True))
+            if mla.q_rank
+            else ((query, hidden, True),)
         )
         return (
             *queries,
-            (self.kv_lora + self.qk_rope, self.hidden, False),
-            (self.heads * (self.qk_nope + self.v_dim), self.kv_lora, True),
+            (mla.kv_rank + mla.rope_head_dim, hidden, False),
+            (heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, True),
         )
 
     @cached_property
     def head_dims(self) -> tuple[int, int]:
         """Widths of a head's query and value."""
-        if self.kv_lora:
-            return self.qk_nope + self.qk_rope, self.v_dim
+        if self.mla.kv_rank:
+            return self.mla.nope_head_dim + self.mla.rope_head_dim, self.mla.v_head_dim
         return self.head_dim, self.head_dim
 
     def attention_params(self, tp: int = 1) -> float:
         """Weights of attention on a rank."""
         before = sum(n * k / (tp if split else 1) for n, k, split in self.qkv_matrices)
-        return before + self.hidden * self.heads * self.head_dims[1] / tp
+        return before + self.hidden_size * self.num_heads * self.head_dims[1] / tp
 
     @property
     def expert_params(self) -> int:
         """Weights of one expert."""
-        return (3 if self.experts_gated else 2) * self.moe_ffn * self.hidden
+        return (3 if self.moe.gated else 2) * self.expert_width * self.hidden_size
 
     def layer_params(self, moe: bool, tp: int = 1, expert_shards: int = 1) -> tuple[float, float]:
         """Weights of a layer on a rank: those of all ranks' data, and those of experts."""
-        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_dim + self.q_lora + self.kv_lora
+        hidden, mla, experts = self.hidden_size, self.mla, self.moe
+        latents = mla.q_rank + mla.kv_rank if mla.kv_rank else 0
+        norms = 2 * hidden + 2 * self.qk_norm * self.head_dim + latents
         shared = self.attention_params(tp) + norms
         if not moe:
-            return shared + (3 if self.gated else 2) * self.ffn * self.hidden / tp, 0.0
-        shared += self.experts * self.hidden + 3 * self.shared_ffn * self.hidden / tp
-        shared += self.shared_gate * self.hidden
-        return shared, self.experts * self.expert_params / expert_shards
+            return shared + (3 if self.gated else 2) * self.ffn_hidden_size * hidden / tp, 0.0
+        shared += experts.num_experts * hidden + 3 * experts.shared_ffn_hidden_size * hidden / tp
+        shared += experts.shared_gate * hidden
+        return shared, experts.num_experts * self.expert_params / expert_shards
 
     @cached_property
     def mean_keys(self) -> float:
         """Keys that a token attends to, averaged over tokens and layers; ``seq / 2`` if causal.
 
         Example:
-            >>> spec = ModelSpec(layers=2, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8,
-            ...                  vocab=8, seq=16, moe_layers=(False, False), windows=(4, 0))
+            >>> spec = ModelSpec(num_layers=2, hidden_size=8, ffn_hidden_size=8, num_heads=1,
+            ...                  num_kv_heads=1, head_dim=8, padded_vocab_size=8, seq_length=16,
+            ...                  moe_layers=(False, False), windows=(4, 0))
             >>> spec.mean_keys  # (4 - 4 * 4 / 32 + 8) / 2
             5.75
         """
-        reach = [min(window or self.seq, self.seq) for window in self.windows]
+        reach = [min(window or self.seq_length, self.seq_length) for window in self.windows]
         layers = range(max(1, len(self.moe_layers)))
         keys = (reach[layer % len(reach)] for layer in layers)
-        return sum(count - count * count / (2 * self.seq) for count in keys) / len(layers)
+        return sum(count - count * count / (2 * self.seq_length) for count in keys) / len(layers)
 
     @property
     def flops_per_token(self) -> float:
@@ -129,7 +123,8 @@ class ModelSpec:
         Source:
             Chowdhery et al., arXiv:2204.02311, appendix B, with half of its attention.
         """
-        head = (1 + self.mtp) * self.vocab * self.hidden + self.mtp * 2 * self.hidden**2
+        depths, hidden = self.num_mtp_layers, self.hidden_size
+        head = (1 + depths) * self.padded_vocab_size * hidden + depths * 2 * hidden**2
         by_kind = {moe: sum(self._forward(moe).values()) for moe in set(self.moe_layers)}
         return 3 * (2 * head + sum(by_kind[moe] for moe in self.moe_layers))
 
@@ -147,14 +142,15 @@ class ModelSpec:
 
     def _forward(self, moe: bool) -> dict[str, float]:
         """Operations of a layer's forward pass per token: projections, attention, MLP or MoE."""
+        experts, hidden = self.moe, self.hidden_size
         if moe:
-            weights = self.top_k * self.expert_params + self.experts * self.hidden
-            weights += (3 * self.shared_ffn + self.shared_gate) * self.hidden
+            weights = experts.top_k * self.expert_params + experts.num_experts * hidden
+            weights += (3 * experts.shared_ffn_hidden_size + experts.shared_gate) * hidden
         else:
-            weights = (3 if self.gated else 2) * self.ffn * self.hidden
+            weights = (3 if self.gated else 2) * self.ffn_hidden_size * hidden
         return {
             "projections": 2 * self.attention_params(),
-            "attention": 2 * self.heads * self.mean_keys * sum(self.head_dims),
+            "attention": 2 * self.num_heads * self.mean_keys * sum(self.head_dims),
             "moe" if moe else "mlp": 2 * weights,
         }
 
@@ -162,13 +158,13 @@ class ModelSpec:
     def num_params(self) -> float:
         """All parameters."""
         layers = sum(sum(self.layer_params(moe)) for moe in self.moe_layers)
-        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return embeddings + self.hidden + layers + self.mtp * self.mtp_params
+        embeddings = (1 if self.tie_embeddings else 2) * self.padded_vocab_size * self.hidden_size
+        return embeddings + self.hidden_size + layers + self.num_mtp_layers * self.mtp_params
 
     @property
     def mtp_params(self) -> float:
         """Weights of a multi-token prediction layer besides its transformer layer."""
-        return 2 * self.hidden**2 + 3 * self.hidden
+        return 2 * self.hidden_size**2 + 3 * self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +181,9 @@ class RunSpec:
         param_bytes: Bytes of a weight on every rank.
         grad_bytes: Bytes of a gradient.
         state_bytes: Bytes per weight of optimizer state.
-        recompute: Parts that are recomputed: layer, op (every second product), core_attn,
-            attention, norm, activation, mlp, moe, mla_up_proj.
+        recompute: Parts that are recomputed: ``layer``, or parts as in ``train.recompute``. Of
+            published runs also ``scores`` (of attention), ``kv_up`` (the projection of latents to
+            keys and values), ``expert_activation`` and ``products`` (every second one).
         recompute_keep: Microbatches in flight per chunk that keep all activations.
         offload_layers: Layers whose activations are moved to the host.
         overlap: Communication that overlaps with compute: of dp, tp, pp, ep, cp; of dp also the
@@ -331,4 +328,5 @@ def loss_columns(model: ModelSpec, spec: RunSpec) -> int | None:
     """Return the columns of a block of logits, ``None`` if they are computed as a whole."""
     if not spec.plain_autograd:
         return None
-    return block_columns(spec.microbatch * model.seq // spec.cp, model.vocab // spec.tp)
+    tokens = spec.microbatch * model.seq_length // spec.cp
+    return block_columns(tokens, model.padded_vocab_size // spec.tp)

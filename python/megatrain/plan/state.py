@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megacore._core import BufferPlan, plan_buckets
 from megacore.optim.memory import MemoryRow, memory_row
-from megatrain.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
-from megatrain.models.size import LocalParam, layer_params, norm_params
+from megacore.parallel.param_info import ParamInfo
+from megatrain.config import (
+    ParallelConfig,
+    ResolvedConfig,
+    layers_of_stages,
+    mtp_stage,
+    stages_of_ranks,
+)
+from megatrain.models.param_infos import GPTInfos
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +51,20 @@ def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]
     return dense // instances, experts // instances
 
 
-def plan_state(config: ResolvedConfig, world_size: int, params: Sequence[LocalParam]) -> RankState:
+def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInfo]) -> RankState:
     """Plan the buffers of ``make_buffers`` for the parameters of a rank, which have one dtype."""
     dense, experts = ranks_per_buffer(config, world_size)
     by_kind: dict[tuple[bool, bool], list[int]] = {}
-    for position, param in enumerate(params):
-        by_kind.setdefault((param.expert, param.partial), []).append(position)
+    for position, info in enumerate(infos):
+        by_kind.setdefault((info.expert, info.sequence_parallel), []).append(position)
     buffers = tuple(
         (
             positions,
             plan_buckets(
-                [params[position].numel for position in positions],
+                [local_numel(config.parallel, infos[position]) for position in positions],
                 dp_size=experts if expert else dense,
                 bucket_numel=config.optimizer.bucket_numel,
-                shared=[params[position].shared for position in positions],
+                shared=[infos[position].shared is not None for position in positions],
                 param_alignment=64,
                 bucket_alignment=None,
                 pad_for_ring=config.debug.pad_for_ring,
@@ -75,13 +83,19 @@ def plan_state(config: ResolvedConfig, world_size: int, params: Sequence[LocalPa
     )
 
 
+def local_numel(parallel: ParallelConfig, info: ParamInfo) -> int:
+    """Return the elements of a parameter on a rank."""
+    tp = (parallel.etp or parallel.tp) if info.expert else parallel.tp
+    return math.prod(info.local_shape(tp, ep_size=parallel.ep))
+
+
 def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float]]:
     """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
 
     Parameters are listed from the shapes that the model is built with.
     """
     states = [
-        plan_state(config, world_size, list(_params(config, sorted(mine))))
+        plan_state(config, world_size, list(_stage_infos(config, sorted(mine))))
         for mine in stages_of_ranks(config)
     ]
     return [
@@ -94,35 +108,18 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
     ]
 
 
-def _params(config: ResolvedConfig, mine: list[int]) -> Iterator[LocalParam]:
+def _stage_infos(config: ResolvedConfig, mine: list[int]) -> Iterator[ParamInfo]:
     """List the parameters of a rank's stages in the order in which the model makes them."""
-    model, parallel = config.model, config.parallel
-    stages, further = layers_of_stages(config), mtp_stage(config)
-    sp = parallel.sequence_parallel
-    matrix = model.padded_vocab_size // parallel.tp * model.hidden_size
-    norm = norm_params(model, parallel)
+    model, stages, further = config.model, layers_of_stages(config), mtp_stage(config)
+    infos = GPTInfos.of(model, config.moe, sequence_parallel=config.parallel.sequence_parallel)
     has_words = False
     for stage in mine:
-        is_last, predicts = stage == len(stages) - 1, stage == further
-        elsewhere = model.num_mtp_layers > 0 and not predicts
-        if stage == 0:
-            yield LocalParam(matrix, shared=elsewhere or (model.tie_embeddings and not is_last))
-            has_words = True
-        for index in stages[stage]:
-            yield from layer_params(model, config.moe, index, parallel)
-        if predicts or (is_last and not elsewhere):
-            yield from norm
-        if predicts:
-            if not has_words:
-                yield LocalParam(matrix, shared=True)
-                has_words = True
-            for index in model.mtp_layers:
-                yield from norm
-                yield from norm
-                yield LocalParam(2 * model.hidden_size**2, partial=sp)
-                yield from layer_params(model, config.moe, index, parallel)
-                yield from norm
-        if is_last and not model.tie_embeddings:
-            yield LocalParam(matrix)
-        elif is_last and not has_words:
-            yield LocalParam(matrix, shared=True)
+        found = infos.stage(
+            stages[stage],
+            has_embedding=stage == 0,
+            has_head=stage == len(stages) - 1,
+            mtp_layers=model.mtp_layers if stage == further else (),
+            has_words=has_words,
+        )
+        has_words = has_words or "embedding" in found
+        yield from found.values()

@@ -46,12 +46,12 @@ def stage_layers(model: ModelSpec, spec: RunSpec, layers: LayerCosts) -> tuple[i
     if spec.stages:
         return spec.stages
     num_stages = spec.pp * spec.chunks
-    even, rest = divmod(model.layers, num_stages)
-    if rest == 0 and not model.mtp:
+    even, rest = divmod(model.num_layers, num_stages)
+    if rest == 0 and not model.num_mtp_layers:
         return (even,) * num_stages
-    weights = [layers.by_kind[moe].total for moe in model.moe_layers[: model.layers]]
+    weights = [layers.by_kind[moe].total for moe in model.moe_layers[: model.num_layers]]
     typical = max(weights)
-    end = layers.head.total * (1 + model.mtp) + model.mtp * typical
+    end = layers.head.total * (1 + model.num_mtp_layers) + model.num_mtp_layers * typical
     low, high = max(weights), sum(weights) + end
     for _ in range(24):
         limit = (low + high) / 2
@@ -85,7 +85,7 @@ def stage_costs(
     """Return the cost of one microbatch in each stage, with messages that are not hidden."""
     device, stages, first = layers.device, [], 0
     transfer = p2p_link(spec, device)
-    num_bytes = 2 * layers.tokens * model.hidden / spec.tp
+    num_bytes = 2 * layers.tokens * model.hidden_size / spec.tp
     message = num_bytes / transfer.bandwidth + transfer.latency if spec.pp > 1 else 0.0
     info = schedule_info(spec.schedule)
     splits_backward = spec.pairs == "split" or (info is not None and info.splits_backward)
@@ -100,10 +100,10 @@ def stage_costs(
         if stage == 0:
             cost.plus(layers.embedding)
         if stage == len(counts) - 1:
-            cost.plus(layers.head, 1 + model.mtp)
+            cost.plus(layers.head, 1 + model.num_mtp_layers)
             if splits_backward:
-                cost.add("head", 0.0, 0.0, (1 + model.mtp) * layers.logits_again)
-            for moe in model.moe_layers[model.layers :]:
+                cost.add("head", 0.0, 0.0, (1 + model.num_mtp_layers) * layers.logits_again)
+            for moe in model.moe_layers[model.num_layers :]:
                 cost.plus(layers.by_kind[moe])
         if spec.pp > 1 and "pp" not in spec.overlap:
             shown = device.exposed_pp * message
@@ -130,7 +130,7 @@ def step_time(
     stages = stage_costs(model, spec, layers, counts)
     schedule = cached_schedule(schedule_shape(spec, spec.microbatches))
     transfer = p2p_link(spec, device)
-    send = 2 * layers.tokens * model.hidden / spec.tp / transfer.bandwidth + transfer.latency
+    send = 2 * layers.tokens * model.hidden_size / spec.tp / transfer.bandwidth + transfer.latency
     costs = Costs(
         forward=_chains([cost.forward for cost in stages], schedule),
         backward_input=_chains([cost.backward_input for cost in stages], schedule),
@@ -189,14 +189,14 @@ def stage_params(
     first = sum(counts[:stage])
     kinds = list(model.moe_layers[first : first + counts[stage]])
     dense = experts = 0.0
-    matrix = model.vocab * model.hidden / spec.tp
+    matrix = model.padded_vocab_size * model.hidden_size / spec.tp
     last = stage == len(counts) - 1
     if stage == 0:
         dense += matrix
     if last:
-        kinds += model.moe_layers[model.layers :]
-        dense += model.hidden + model.mtp * model.mtp_params
-        if not model.tied or len(counts) > 1:
+        kinds += model.moe_layers[model.num_layers :]
+        dense += model.hidden_size + model.num_mtp_layers * model.mtp_params
+        if not model.tie_embeddings or len(counts) > 1:
             dense += matrix
     for moe, number in Counter(kinds).items():
         shared, own = model.layer_params(moe, spec.tp, spec.ep * spec.etp)

@@ -1,4 +1,4 @@
-"""Line charts as SVG text, with colours from the page's style sheet for light and dark themes."""
+"""Line charts as SVG text, with colours from the page's style sheet for light and dark pages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatrain.report.series import (
     thin,
     tight_axis,
 )
+from megatrain.view.svg import element, line, text
 
 MAX_POINTS = 700
 
@@ -145,12 +146,16 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
     parts += _references(spec, frame, font)
     for series in spec.series:
         parts.append(_dots(series, frame) if series.dots else _path(series, frame))
-    parts.append(f'<line class="cursor" y1="{frame.top:g}" y2="{frame.bottom:g}"/>')
-    size = f'viewBox="0 0 {width} {height}"'
-    hover = escape(_hover_data(spec, frame), quote=True)
-    return (
-        f'<svg class="chart" {size} role="img" aria-label="{escape(spec.label, quote=True)}" '
-        f'font-size="{font}" data-hover="{hover}">{"".join(parts)}</svg>'
+    parts.append(element("line", css="cursor", y1=frame.top, y2=frame.bottom))
+    return element(
+        "svg",
+        "".join(parts),
+        css="chart",
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_label=spec.label,
+        font_size=font,
+        data_hover=_hover_data(spec, frame),
     )
 
 
@@ -216,38 +221,31 @@ def _grid(frame: _Frame, font: int) -> list[str]:
     for tick in frame.y.ticks:
         _, y = frame.at((frame.x.low, 10**tick if frame.log else tick))
         kind = "axis" if tick == frame.y.low else "grid"
-        parts.append(
-            f'<line class="{kind}" x1="{frame.left:g}" x2="{frame.right:g}" y1="{y:g}" y2="{y:g}"/>'
-            f'<text class="tick" x="{frame.left - 8:g}" y="{y + font * 0.35:g}" '
-            f'text-anchor="end">{_tick_text(tick, frame.log)}</text>'
-        )
+        parts.append(line(frame.left, y, frame.right, y, css=kind))
+        parts.append(_tick(frame.left - 8, y + font * 0.35, _tick_text(tick, frame.log), "end"))
     for tick in frame.x.ticks:
         x, bottom = frame.left_of(tick), frame.bottom
-        parts.append(
-            f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{bottom:g}" y2="{bottom + 5:g}"/>'
-            f'<text class="tick" x="{x:g}" y="{bottom + font + 8:g}" '
-            f'text-anchor="middle">{number_text(tick)}</text>'
-        )
+        parts.append(line(x, bottom, x, bottom + 5, css="axis"))
+        parts.append(_tick(x, bottom + font + 8, number_text(tick), "middle"))
     return parts
 
 
 def _top_axis(spec: ChartSpec, frame: _Frame) -> list[str]:
     """Draw the second axis and, at its right end, its name instead of ticks."""
     parts = []
-    for step, text in spec.top:
+    for step, words in spec.top:
         x = frame.left_of(step)
         if x > frame.right - 60:
             continue
-        parts.append(
-            f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{frame.top - 5:g}" y2="{frame.top:g}"/>'
-            f'<text class="tick" x="{x:g}" y="{frame.top - 9:g}" text-anchor="middle">{text}</text>'
-        )
+        parts.append(line(x, frame.top - 5, x, frame.top, css="axis"))
+        parts.append(_tick(x, frame.top - 9, words, "middle"))
     if spec.top:
-        parts.append(
-            f'<text class="tick" x="{frame.right:g}" y="{frame.top - 9:g}" '
-            f'text-anchor="end">{escape(spec.top_name)}</text>'
-        )
+        parts.append(_tick(frame.right, frame.top - 9, spec.top_name, "end"))
     return parts
+
+
+def _tick(x: float, y: float, words: str, anchor: str) -> str:
+    return text(x, y, words, css="tick", text_anchor=anchor)
 
 
 def _marks(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
@@ -257,17 +255,12 @@ def _marks(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
         if not frame.x.low <= step <= frame.x.high:
             continue
         x = frame.left_of(step)
-        parts.append(
-            f'<line class="mark {mark.kind}" x1="{x:g}" x2="{x:g}" y1="{frame.top:g}" '
-            f'y2="{frame.bottom:g}"/>'
-        )
+        parts.append(line(x, frame.top, x, frame.bottom, css=f"mark {mark.kind}"))
         if mark.label:
             y = frame.top + font
-            parts.append(
-                f'<g class="badge"><circle cx="{x:g}" cy="{y:g}" r="{font * 0.75:g}"/>'
-                f'<text x="{x:g}" y="{y + font * 0.35:g}" text-anchor="middle">'
-                f"{escape(mark.label)}</text></g>"
-            )
+            circle = element("circle", cx=x, cy=y, r=font * 0.75)
+            name = text(x, y + font * 0.35, mark.label, text_anchor="middle")
+            parts.append(element("g", circle + name, css="badge"))
     return parts
 
 
@@ -275,12 +268,9 @@ def _references(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
     parts = []
     for reference in spec.references:
         _, y = frame.at((frame.x.low, reference.value))
-        parts.append(
-            f'<line class="reference" x1="{frame.left:g}" x2="{frame.right:g}" '
-            f'y1="{y:g}" y2="{y:g}"/>'
-            f'<text class="reference" x="{frame.right:g}" y="{y - 6:g}" text-anchor="end" '
-            f'font-size="{font}">{escape(reference.label)}</text>'
-        )
+        parts.append(line(frame.left, y, frame.right, y, css="reference"))
+        name, at = reference.label, (frame.right, y - 6)
+        parts.append(text(*at, name, css="reference", text_anchor="end", font_size=font))
     return parts
 
 
@@ -288,15 +278,12 @@ def _path(series: Series, frame: _Frame) -> str:
     if len(series.points) == 1:
         return _dots(series, frame)
     pixels = [frame.at(point) for point in thin(series.points, limit=frame.max_points)]
-    data = "M" + "L".join(f"{x:g} {y:g}" for x, y in pixels)
-    return f'<path class="{escape(series.style, quote=True)}" d="{data}"/>'
+    return element("path", css=series.style, d="M" + "L".join(f"{x:g} {y:g}" for x, y in pixels))
 
 
 def _dots(series: Series, frame: _Frame) -> str:
-    circles = "".join(
-        f'<circle cx="{x:g}" cy="{y:g}" r="4.5"/>' for x, y in map(frame.at, series.points)
-    )
-    return f'<g class="dots {escape(series.style, quote=True)}">{circles}</g>'
+    circles = (element("circle", cx=x, cy=y, r=4.5) for x, y in map(frame.at, series.points))
+    return element("g", "".join(circles), css=f"dots {series.style}")
 
 
 def _hover_data(spec: ChartSpec, frame: _Frame) -> str:

@@ -10,6 +10,7 @@ from megatrain.report.charts import ChartSpec, Reference, Series, legend, two_si
 from megatrain.report.parts import card
 from megatrain.report.run_files import RunFiles
 from megatrain.report.series import Point, finite_points, metric_points
+from megatrain.view.svg import element, rect, text
 
 # More layers or boxes would only increase the file size; layers are sampled evenly.
 MAX_LAYERS = 8
@@ -99,26 +100,32 @@ def load_drawing(layer: str, loads: Loads, *, width: int = 360, height: int = 15
     num_experts = len(loads[0])
     box_width, box_height = (width - 30) / len(loads), height / num_experts
     boxes = [
-        f'<rect x="{30 + x * box_width:.1f}" y="{y * box_height:.1f}" '
-        f'width="{box_width + 0.2:.1f}" height="{box_height:.1f}" '
-        f'fill-opacity="{min(1.0, value / FULL_COLOUR):.2f}">'
-        f"<title>expert {y}: {value:.2f} of the mean</title></rect>"
+        rect(
+            30 + x * box_width,
+            y * box_height,
+            box_width + 0.2,
+            box_height,
+            tip=f"expert {y}: {value:.2f} of the mean",
+            fill_opacity=min(1.0, value / FULL_COLOUR),
+        )
         for x, column in enumerate(loads)
         for y, value in enumerate(column)
     ]
-    labels = "".join(
-        f'<text class="tick" x="24" y="{(y + 0.5) * box_height + 4:.1f}" '
-        f'text-anchor="end">{y}</text>'
+    labels = [
+        text(24, (y + 0.5) * box_height + 4, y, css="tick", text_anchor="end")
         for y in sorted({0, num_experts - 1})
-    )
-    bottom = height + 18
-    caption = f'<text class="tick" x="30" y="{bottom}">layer {layer}</text>'
-    now = max(loads[-1])
-    last = f'<text class="tick" x="{width}" y="{bottom}" text-anchor="end">highest {now:.2f}</text>'
-    return (
-        f'<svg class="chart load" viewBox="0 0 {width} {height + 24}" role="img" font-size="12" '
-        f'aria-label="Load of the experts of layer {layer}">'
-        f"{''.join(boxes)}{labels}{caption}{last}</svg>"
+    ]
+    bottom, highest = height + 18, f"highest {max(loads[-1]):.2f}"
+    labels.append(text(30, bottom, f"layer {layer}", css="tick"))
+    labels.append(text(width, bottom, highest, css="tick", text_anchor="end"))
+    return element(
+        "svg",
+        "".join((*boxes, *labels)),
+        css="chart load",
+        viewBox=f"0 0 {width} {height + 24}",
+        role="img",
+        font_size=12,
+        aria_label=f"Load of the experts of layer {layer}",
     )
 
 

@@ -1,6 +1,6 @@
 // Shows the values under the pointer on every chart. The page is complete without it.
 const tip = document.getElementById("tip");
-for (const chart of document.querySelectorAll("svg.chart")) {
+for (const chart of document.querySelectorAll("svg[data-hover]")) {
   const rows = JSON.parse(chart.dataset.hover);
   const cursor = chart.querySelector(".cursor");
   const hide = () => { tip.style.visibility = cursor.style.visibility = "hidden"; };

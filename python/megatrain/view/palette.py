@@ -14,13 +14,11 @@ class KindColour:
 
     Attributes:
         name: Display name.
-        letter: Letter for style names.
         hue: Hue, degrees.
         saturation: Saturation, in [0, 1].
     """
 
     name: str
-    letter: str
     hue: float
     saturation: float
 
@@ -40,12 +38,8 @@ class KindColour:
 def kind_colours() -> dict[ActionKind, KindColour]:
     """Return the colours of the compute kinds, in the order of a legend."""
     return {
-        ActionKind.FORWARD: KindColour(name="Forward", letter="f", hue=217, saturation=0.78),
-        ActionKind.BACKWARD: KindColour(name="Backward", letter="b", hue=27, saturation=0.86),
-        ActionKind.BACKWARD_INPUT: KindColour(
-            name="Backward, input", letter="i", hue=46, saturation=0.86
-        ),
-        ActionKind.BACKWARD_WEIGHT: KindColour(
-            name="Backward, weights", letter="w", hue=152, saturation=0.60
-        ),
+        ActionKind.FORWARD: KindColour(name="Forward", hue=217, saturation=0.78),
+        ActionKind.BACKWARD: KindColour(name="Backward", hue=27, saturation=0.86),
+        ActionKind.BACKWARD_INPUT: KindColour(name="Backward, input", hue=46, saturation=0.86),
+        ActionKind.BACKWARD_WEIGHT: KindColour(name="Backward, weights", hue=152, saturation=0.60),
     }

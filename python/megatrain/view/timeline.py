@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from megacore._core import Action
 from megacore.pipeline import Costs, Schedule
 from megatrain.view.palette import KindColour, kind_colours
+from megatrain.view.svg import MUTED, PAGE, TRACK, document, element, hex_colour, label, rect, text
 
 _DEFAULT_COSTS = Costs()
 _MARGIN, _LABEL_W, _BUSY_W = 28, 76, 92
@@ -21,25 +21,7 @@ _MIN_W, _MAX_W = 860.0, 4200.0
 _DIGIT_W = 7.2  # of a digit at the font size of a box, in pixels
 _MAX_TOOLTIPS = 4000  # beyond this many actions the boxes of a kind become one path
 
-# Colours are written as rgb(), in one style sheet: light page first, dark page in the media query.
-_STYLE = """\
-.mct text{font-family:Inter,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;\
-fill:rgb(27,36,48)}
-.mct .mct-muted{fill:rgb(92,104,120)}
-.mct .mct-page{fill:rgb(255,255,255)}
-.mct .mct-track{fill:rgb(232,236,242)}
-.mct .mct-grid{stroke:rgb(255,255,255)}
-.mct .mct-num{font-size:12px;font-weight:600;text-anchor:middle;pointer-events:none}
-.mct .mct-num.mct-pale{fill:rgb(255,255,255)}
-.mct .mct-num.mct-deep{fill:rgb(20,30,44)}
-@media (prefers-color-scheme:dark){
-.mct text{fill:rgb(226,232,240)}
-.mct .mct-muted{fill:rgb(148,161,178)}
-.mct .mct-page{fill:rgb(17,22,29)}
-.mct .mct-track{fill:rgb(37,45,57)}
-.mct .mct-grid{stroke:rgb(17,22,29)}
-}
-"""
+_PALE, _DEEP = "#ffffff", "#141e2c"  # numbers in boxes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,21 +111,16 @@ def timeline_svg(
     frame = _frame(boxes, len(ranks), max(makespan or 0.0, end) or 1.0, width)
     page_width = frame.left + frame.width + _BUSY_W + _MARGIN
     page_height = frame.bottom + _AXIS_H + _MARGIN - 8
-    head = _head(boxes, len(ranks), end, title, unit or ("ms" if is_us else ""), idle_name)
+    unit = unit or ("ms" if is_us else "")
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' class='mct' width='{page_width:g}' "
-        f"height='{page_height:g}' viewBox='0 0 {page_width:g} {page_height:g}' role='img' "
-        f"aria-label='{escape(title or 'pipeline timeline')}'>",
-        f"<style>{_STYLE}{_box_style(boxes)}</style>",
+        *_head(boxes, len(ranks), end, title, unit, idle_name),
+        *_legend(boxes),
+        *_tracks(boxes, ranks, frame, end),
+        *_draw_boxes(boxes, frame),
+        *_axis(frame, unit),
     ]
-    if background:
-        parts.append(f"<rect class='mct-page' width='{page_width:g}' height='{page_height:g}'/>")
-    parts += head
-    parts += _legend(boxes)
-    parts += _tracks(boxes, ranks, frame, end)
-    parts += _draw_boxes(boxes, frame)
-    parts += _axis(frame, unit or ("ms" if is_us else ""))
-    return "\n".join((*parts, "</svg>")) + "\n"
+    title, page = title or "pipeline timeline", PAGE if background else None
+    return document(page_width, page_height, title, parts, page=page)
 
 
 def _boxes(events: Iterable[Any]) -> tuple[list[_Box], list[int], bool]:
@@ -211,12 +188,12 @@ def _head(
     if boxes and end > 0:
         idle = 1 - busy / (num_rows * end)
         length = f"{end:.4g} {unit}".strip()
-        text = f"{idle_name} {max(idle, 0.0):.1%} of all ranks' time, from 0 to {length}"
+        summary = f"{idle_name} {max(idle, 0.0):.1%} of all ranks' time, from 0 to {length}"
     else:
-        text = "no compute action to show"
+        summary = "no compute action to show"
     return (
-        _text(_MARGIN, _MARGIN + 18, title or "Pipeline timeline", size=19, weight=700),
-        _text(_MARGIN, _MARGIN + 42, text, size=13.5, css="mct-muted"),
+        label(_MARGIN, _MARGIN + 18, title or "Pipeline timeline", 19, weight=700),
+        label(_MARGIN, _MARGIN + 42, summary, 13.5, fill=MUTED),
     )
 
 
@@ -227,20 +204,22 @@ def _legend(boxes: Sequence[_Box]) -> list[str]:
     for kind, colour in kind_colours().items():
         if not any(box.action.kind == kind for box in boxes):
             continue
-        parts.append(_text(x, y + 11, colour.name, size=12.5))
+        parts.append(label(x, y + 11, colour.name, 12.5))
         x += 7.4 * len(colour.name) + 10
         for chunk in range(num_chunks):
-            parts.append(_rect(f"mct-{colour.letter}{chunk}", x, y - 1, 22, 15, radius=3))
+            shade = hex_colour(*colour.rgb(chunk, num_chunks))
+            parts.append(rect(x, y - 1, 22, 15, fill=shade, rx=3))
             if num_chunks > 1:
-                parts.append(_number(x + 11, y + 11, chunk, colour, chunk, num_chunks))
+                parts.append(_numbers([_number(x + 11, y + 11, chunk, colour, chunk, num_chunks)]))
             x += 26
         x += 22
     if num_chunks > 1:
-        parts.append(_text(x, y + 11, "shade: model chunk of the rank", size=12.5, css="mct-muted"))
-        x += 7.0 * len("shade: model chunk of the rank") + 14
+        meaning = "shade: model chunk of the rank"
+        parts.append(label(x, y + 11, meaning, 12.5, fill=MUTED))
+        x += 7.0 * len(meaning) + 14
     if boxes:
-        parts.append(_rect("mct-track", x, y - 1, 22, 15, radius=3))
-        parts.append(_text(x + 30, y + 11, "idle", size=12.5))
+        parts.append(rect(x, y - 1, 22, 15, fill=TRACK, rx=3))
+        parts.append(label(x + 30, y + 11, "idle", 12.5))
     return parts
 
 
@@ -252,11 +231,11 @@ def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: flo
     parts = []
     for row, rank in enumerate(ranks):
         y = frame.y(row)
-        parts.append(_rect("mct-track", frame.left, y, end * frame.scale, _ROW_H, radius=4))
-        parts.append(_text(_MARGIN, y + 22, f"rank {rank}", size=13.5, weight=600))
+        parts.append(rect(frame.left, y, end * frame.scale, _ROW_H, fill=TRACK, rx=4))
+        parts.append(label(_MARGIN, y + 22, f"rank {rank}", 13.5, weight=600))
         idle = 1 - busy[row] / end if end > 0 else 0.0
-        text = f"idle {max(idle, 0.0):.1%}"
-        parts.append(_text(frame.left + frame.width + 12, y + 22, text, size=12.5, css="mct-muted"))
+        share = f"idle {max(idle, 0.0):.1%}"
+        parts.append(label(frame.left + frame.width + 12, y + 22, share, 12.5, fill=MUTED))
     return parts
 
 
@@ -264,26 +243,28 @@ def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
     num_chunks, colours = _num_chunks(boxes), kind_colours()
     label_w = _label_width(boxes)
     parts: list[str] = []
+    numbers: list[str] = []
     paths = defaultdict(list)
     for box in boxes:
         colour = colours[box.action.kind]
-        css = f"mct-{colour.letter}{box.chunk}"
+        shade = hex_colour(*colour.rgb(box.chunk, num_chunks))
         x, y = frame.x(box.start), frame.y(box.row)
         box_width = max((box.end - box.start) * frame.scale, 0.5)
         gap = min(1.5, box_width * 0.15)
         if len(boxes) > _MAX_TOOLTIPS:
             shape = f"M{x:.2f} {y:g}h{box_width - gap:.2f}v{_ROW_H}h{gap - box_width:.2f}z"
-            paths[css].append(shape)
+            paths[shade].append(shape)
         else:
             length = f"{box.start:.4g} to {box.end:.4g}"
             tip = f"{box.action}: stage {box.action.stage}, chunk {box.chunk}, {length}"
-            rect = _rect(css, x, y, box_width - gap, _ROW_H, radius=min(3.0, box_width / 5))
-            parts.append(rect.replace("/>", f"><title>{tip}</title></rect>"))
+            corner = min(3.0, box_width / 5)
+            parts.append(rect(x, y, box_width - gap, _ROW_H, tip=tip, fill=shade, rx=corner))
         if label_w <= box_width:
             middle = x + (box_width - gap) / 2
             number = box.action.microbatch
-            parts.append(_number(middle, y + 22, number, colour, box.chunk, num_chunks))
-    return [f"<path class='{css}' d='{''.join(d)}'/>" for css, d in paths.items()] + parts
+            numbers.append(_number(middle, y + 22, number, colour, box.chunk, num_chunks))
+    shapes = [element("path", fill=shade, d="".join(d)) for shade, d in paths.items()]
+    return [*shapes, *parts, *([_numbers(numbers)] if numbers else [])]
 
 
 def _axis(frame: _Frame, unit: str) -> list[str]:
@@ -293,10 +274,10 @@ def _axis(frame: _Frame, unit: str) -> list[str]:
     for number in range(math.floor(makespan / step * 1.0001) + 1):
         tick = number * step
         x = frame.x(tick)
-        parts.append(_text(x, y, f"{tick:g}", size=11.5, css="mct-muted", anchor="middle"))
-    label = f"time, {unit}" if unit else "time"
-    # Beyond the last tick, which may stand at the very end.
-    parts.append(_text(frame.left + frame.width + 26, y, label, size=11.5, css="mct-muted"))
+        parts.append(label(x, y, f"{tick:g}", 11.5, fill=MUTED, anchor="middle"))
+    name = f"time, {unit}" if unit else "time"
+    # Beyond the last tick, which can be at the very end.
+    parts.append(label(frame.left + frame.width + 26, y, name, 11.5, fill=MUTED))
     return parts
 
 
@@ -315,40 +296,19 @@ def _num_chunks(boxes: Sequence[_Box]) -> int:
     return max((box.chunk for box in boxes), default=0) + 1
 
 
-def _box_style(boxes: Sequence[_Box]) -> str:
-    num_chunks = _num_chunks(boxes)
-    rules = []
-    for colour in kind_colours().values():
-        for chunk in range(num_chunks):
-            red, green, blue = colour.rgb(chunk, num_chunks)
-            rules.append(f".mct .mct-{colour.letter}{chunk}{{fill:rgb({red},{green},{blue})}}\n")
-    return "".join(rules)
+def _numbers(texts: Sequence[str]) -> str:
+    """Return the numbers of boxes as a group that lets the pointer reach their tooltips."""
+    return element(
+        "g",
+        "".join(texts),
+        font_size=12,
+        font_weight=600,
+        text_anchor="middle",
+        pointer_events="none",
+    )
 
 
 def _number(
     x: float, y: float, number: int, colour: KindColour, chunk: int, num_chunks: int
 ) -> str:
-    css = "mct-num mct-pale" if colour.is_deep(chunk, num_chunks) else "mct-num mct-deep"
-    return f"<text class='{css}' x='{x:.2f}' y='{y:g}'>{number}</text>"
-
-
-def _rect(css: str, x: float, y: float, width: float, height: float, *, radius: float) -> str:
-    return (
-        f"<rect class='{css}' x='{x:.2f}' y='{y:g}' width='{width:.2f}' height='{height:g}' "
-        f"rx='{radius:.3g}'/>"
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float,
-    weight: int = 400,
-    css: str = "",
-    anchor: str = "start",
-) -> str:
-    name = f" class='{css}'" if css else ""
-    style = f"font-size='{size:g}' font-weight='{weight}' text-anchor='{anchor}'"
-    return f"<text{name} x='{x:.2f}' y='{y:g}' {style}>{escape(text)}</text>"
+    return text(x, y, number, fill=_PALE if colour.is_deep(chunk, num_chunks) else _DEEP)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from xml.sax.saxutils import escape
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.errors import ConfigError
 from megacore.parallel.topology import RankGenerator, Topology, groups_text
-from megatrain.view.theme import dark_rules
+from megatrain.view.svg import INK, MUTED, document, element, hex_colour, label, rect
 
 _MEANINGS = MappingProxyType(
     {
@@ -33,7 +32,7 @@ _PANEL_PAD, _PANEL_HEAD, _PANEL_GAP, _PANEL_MIN_W = 18, 78, 18, 372
 _CHIP_H, _MARGIN, _TITLE_H, _SECTION_H, _BADGE_W = 22, 32, 112, 52, 116
 _MAX_NODES, _LEGEND_ROWS, _LEGEND_TEXT = 8, 4, 38
 
-_INK, _MUTED, _GROUP, _LINE = "#18222e", "#5b6878", "#3c4856", "#d8dfe8"
+_GROUP, _LINE = "#3c4856", "#d8dfe8"
 _PAGE, _CARD, _NODE = "#f3f5f8", "#ffffff", "#eef1f5"
 _NEAR, _FAR = ("#e2f4e6", "#1e6b36"), ("#fdeed7", "#8a5200")
 _COLOURS = (
@@ -114,26 +113,17 @@ def _document(
         "A box is a node, a cell a rank with its number. A thick frame marks the group of rank 0.",
         "Cells of one colour and one group number (g0, g1, ...) talk to each other on that axis.",
     )
-    lines = [_text(_MARGIN, 50, title, 24, weight=700)]
-    lines += [
-        _text(_MARGIN, 74 + 20 * i, line, 14, fill=_MUTED, weight=400) for i, line in enumerate(how)
-    ]
-    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="mcl" {size} role="img" '
-        f'aria-label="{escape(title)}" '
-        'font-family="Inter, system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif">'
-    )
-    drawing = "\n".join((_rect(0, 0, width, height, _PAGE), *lines, *parts))
-    return f"{head}\n<style>{dark_rules(drawing, 'mcl')}</style>\n{drawing}\n</svg>\n"
+    lines = [label(_MARGIN, 50, title, 24, weight=700)]
+    lines += [label(_MARGIN, 74 + 20 * i, line, 14, fill=MUTED) for i, line in enumerate(how)]
+    return document(width, height, title, (*lines, *parts), page=_PAGE)
 
 
 def _section_head(y: float, name: str, view: RankGenerator, *, empty: bool) -> list[str]:
     product = " \u00d7 ".join(f"{axis} {size:,}" for axis, size in view.sizes.items())
     note = "  (every axis has size 1: no rank talks to another)" if empty else ""
     return [
-        _text(_MARGIN, y + 26, name, 19, weight=700),
-        _text(_MARGIN + 150, y + 26, f"{product} = {view.world_size:,}{note}", 15, fill=_MUTED),
+        label(_MARGIN, y + 26, name, 19, weight=700),
+        label(_MARGIN + 150, y + 26, f"{product} = {view.world_size:,}{note}", 15, fill=MUTED),
     ]
 
 
@@ -204,14 +194,14 @@ def _panel_height(panel: _Panel) -> float:
 
 def _draw_panel(panel: _Panel, x: float, y: float, width: float, height: float) -> list[str]:
     num_groups, group_size = panel.groups.shape
-    parts = [_rect(x, y, width, height, _CARD, radius=12, stroke=_LINE)]
+    parts = [rect(x, y, width, height, fill=_CARD, rx=12, stroke=_LINE)]
     left = x + _PANEL_PAD
     heading = f"{panel.axis} {group_size:,}"
-    parts.append(_text(left, y + 34, heading, 20, weight=700))
+    parts.append(label(left, y + 34, heading, 20, weight=700))
     parts.append(
-        _text(left + 20 + 12 * len(heading), y + 34, _count(num_groups, "group"), 13, fill=_MUTED)
+        label(left + 20 + 12 * len(heading), y + 34, _count(num_groups, "group"), 13, fill=MUTED)
     )
-    parts.append(_text(left, y + 58, _MEANINGS[panel.axis], 13, fill=_MUTED))
+    parts.append(label(left, y + 58, _MEANINGS[panel.axis], 13, fill=MUTED))
     parts += _badge(x + width - _PANEL_PAD, y + 17, near=panel.stays_in_node)
     per_row = _nodes_per_row(panel.num_nodes, panel.gpus_per_node)
     node_w, node_h = _node_size(panel.gpus_per_node)
@@ -239,8 +229,8 @@ def _draw_node(
     colours: dict[int, str],
 ) -> list[str]:
     width, height = _node_size(panel.gpus_per_node)
-    parts = [_rect(x, y, width, height, _NODE, radius=8, stroke=_LINE)]
-    parts.append(_text(x + _NODE_PAD, y + 15, f"node {node:,}", 11, fill=_MUTED, weight=600))
+    parts = [rect(x, y, width, height, fill=_NODE, rx=8, stroke=_LINE)]
+    parts.append(label(x + _NODE_PAD, y + 15, f"node {node:,}", 11, fill=MUTED, weight=600))
     first = node * panel.gpus_per_node
     columns = _gpu_columns(panel.gpus_per_node)
     for i in range(panel.gpus_per_node):
@@ -250,16 +240,23 @@ def _draw_node(
         cell_x = x + _NODE_PAD + i % columns * (_CELL_W + _CELL_GAP)
         cell_y = y + _NODE_LABEL + i // columns * (_CELL_H + _CELL_GAP)
         group = group_of[rank]
-        stroke, thick = (_INK, 2.5) if group == group_of.get(0) else ("none", 0)
-        title = f"<title>rank {rank}, {panel.axis} group {group}, node {node}</title>"
-        rect = _rect(cell_x, cell_y, _CELL_W, _CELL_H, colours[group], 6, stroke, thick)
+        is_own = group == group_of.get(0)
+        frame, thickness = (INK, 2.5) if is_own else (None, None)
         middle = cell_x + _CELL_W / 2
-        size = min(14, 54 / len(str(rank)))
-        parts.append(f"<g>{title}{rect}")
-        parts.append(_text(middle, cell_y + 16, str(rank), size, weight=600, anchor="middle"))
-        small = min(9.5, 54 / len(f"g{group}"))
-        parts.append(_text(middle, cell_y + 29, f"g{group}", small, fill=_GROUP, anchor="middle"))
-        parts.append("</g>")
+        size, small = min(14, 54 / len(str(rank))), min(9.5, 54 / len(f"g{group}"))
+        cell = (
+            element("title", f"rank {rank}, {panel.axis} group {group}, node {node}"),
+            rect(
+                *(cell_x, cell_y, _CELL_W, _CELL_H),
+                fill=colours[group],
+                rx=6,
+                stroke=frame,
+                stroke_width=thickness,
+            ),
+            label(middle, cell_y + 16, rank, size, weight=600, anchor="middle"),
+            label(middle, cell_y + 29, f"g{group}", small, fill=_GROUP, anchor="middle"),
+        )
+        parts.append(element("g", "".join(cell)))
     return parts
 
 
@@ -279,9 +276,8 @@ def _colours(groups: Sequence[int]) -> dict[int, str]:
     for i, group in enumerate(groups):
         towards, share = ((255, 0.0), (255, 0.5), (60, 0.22))[i // len(_COLOURS) % 3]
         base = _COLOURS[i % len(_COLOURS)]
-        channels = [int(base[k : k + 2], 16) for k in (1, 3, 5)]
-        mixed = [round(value + (towards - value) * share) for value in channels]
-        colours[group] = "#" + "".join(f"{value:02x}" for value in mixed)
+        channels = (int(base[k : k + 2], 16) for k in (1, 3, 5))
+        colours[group] = hex_colour(*(value + (towards - value) * share for value in channels))
     return colours
 
 
@@ -312,11 +308,11 @@ def _ranks_text(panel: _Panel, group: int) -> str:
 
 def _chip(x: float, y: float, group: int | None, text: str, colours: dict[int, str]) -> list[str]:
     if group is None:
-        return [_text(x, y + 14, text, 12, fill=_MUTED)]
+        return [label(x, y + 14, text, 12, fill=MUTED)]
     return [
-        _rect(x, y + 3, 14, 14, colours[group], radius=3),
-        _text(x + 22, y + 14, f"g{group}", 12, fill=_MUTED, weight=600),
-        _text(x + 22 + 9 * max(3, len(str(group)) + 1), y + 14, text, 12),
+        rect(x, y + 3, 14, 14, fill=colours[group], rx=3),
+        label(x + 22, y + 14, f"g{group}", 12, fill=MUTED, weight=600),
+        label(x + 22 + 9 * max(3, len(str(group)) + 1), y + 14, text, 12),
     ]
 
 
@@ -324,39 +320,10 @@ def _badge(right: float, y: float, *, near: bool) -> list[str]:
     text = "inside a node" if near else "between nodes"
     back, ink = _NEAR if near else _FAR
     return [
-        _rect(right - _BADGE_W, y, _BADGE_W, 22, back, radius=11),
-        _text(right - _BADGE_W / 2, y + 15, text, 12, fill=ink, weight=600, anchor="middle"),
+        rect(right - _BADGE_W, y, _BADGE_W, 22, fill=back, rx=11),
+        label(right - _BADGE_W / 2, y + 15, text, 12, fill=ink, weight=600, anchor="middle"),
     ]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
-def _rect(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    fill: str,
-    radius: float = 0,
-    stroke: str = "none",
-    stroke_width: float = 1,
-) -> str:
-    line = f' stroke="{stroke}" stroke-width="{stroke_width:g}"' if stroke != "none" else ""
-    box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {box} rx="{radius:g}" fill="{fill}"{line}/>'
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    *,
-    fill: str = _INK,
-    weight: int = 400,
-    anchor: str = "start",
-) -> str:
-    style = f'font-size="{size:g}" font-weight="{weight}" fill="{fill}" text-anchor="{anchor}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

@@ -10,7 +10,7 @@ from torch import nn
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.buffers.options import BufferOptions
 from megacore.parallel import Group, ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 
 def info(param: nn.Parameter, name: str, **flags: bool | str) -> ParamInfo:

@@ -11,7 +11,7 @@ import pytest
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint import CheckpointSaver, TrainState, find_checkpoint, load_checkpoint
 from megatrain.checkpoint import save as save_module

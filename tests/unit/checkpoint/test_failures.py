@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megacore.errors import CheckpointError
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint import (
     TrainState,

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megacore.optim import ParamPiece
-from megacore.parallel.params import ParamInfo, ShardPosition
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import ShardPosition
 from megacore.parallel.process_groups import Group, ProcessGroups
 from megatrain.checkpoint import (
     StoredWeights,

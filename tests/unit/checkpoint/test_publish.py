@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint import TrainState, find_checkpoint, read_index, save_checkpoint
 from megatrain.checkpoint import publish as publish_module

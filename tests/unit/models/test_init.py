@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.parallel.params import ParamInfo, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import shard
 from megacore.parallel.process_groups import Group, ProcessGroups
 from megatrain.models.init import draw_full, name_seed
 from tests.support.models import params_by_name, tiny_config, whole_model

@@ -14,7 +14,7 @@ from torch.library import opcheck
 from megacore.buffers import ParamGradBuffer
 from megacore.ops import gemm_cpu, grouped_gemm, main_grad_of
 from megacore.ops.split_backward import backward_input
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import Group
 from tests.support.grouped_gemm import grouped_gemm_reference
 

@@ -14,7 +14,7 @@ from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 BUCKETS = BufferOptions(bucket_numel=50)
 

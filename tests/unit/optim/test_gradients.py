@@ -15,7 +15,7 @@ from megacore.optim.gradients import (
     norm_parts,
 )
 from megacore.parallel import Group, ProcessGroups, Topology
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 
 class Handle:

@@ -11,7 +11,7 @@ from megacore.buffers import ParamGradBuffer
 from megacore.optim import DistributedOptimizer, memory_row, memory_table
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,7 +8,7 @@ from megacore.buffers import make_buffers
 from megacore.optim import DistributedOptimizer, ParamGroup
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups
-from megacore.parallel.params import ParamInfo
+from megacore.parallel.param_info import ParamInfo
 
 GROUPS = (
     ParamGroup(pattern="a.*", lr_scale=0.5),

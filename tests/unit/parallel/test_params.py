@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.params import ParamInfo, ShardPosition, shard
+from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.params import ShardPosition, shard
 from tests.support.sharding import unshard
 
 

@@ -195,14 +195,14 @@ def test_torch_counts_the_same(
 )
 def test_windows_count_the_keys_in_reach(seq: int, windows: tuple[int, ...]) -> None:
     spec = ModelSpec(
-        layers=4,
-        hidden=8,
-        ffn=8,
-        heads=1,
-        kv_heads=1,
+        num_layers=4,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_heads=1,
+        num_kv_heads=1,
         head_dim=8,
-        vocab=8,
-        seq=seq,
+        padded_vocab_size=8,
+        seq_length=seq,
         moe_layers=(False,) * 4,
         windows=windows,
     )

@@ -15,6 +15,7 @@ from megacore.pipeline import Costs, build_schedule
 from megatrain.config import (
     Config,
     EchoConfig,
+    MoEConfig,
     layers_of_stages,
     load_config,
     resolve,
@@ -41,36 +42,33 @@ from megatrain.plan.step_time import stage_layers, step_time, time_on_cores
 
 # Llama-3 70B with 12 layers, as measured on 8 B200 by SimuMax v1.2.
 LLAMA_12 = ModelSpec(
-    layers=12,
-    hidden=8192,
-    ffn=28672,
-    heads=64,
-    kv_heads=8,
+    num_layers=12,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
     head_dim=128,
-    vocab=128256,
-    seq=4096,
+    padded_vocab_size=128256,
+    seq_length=4096,
     moe_layers=(False,) * 12,
 )
 # GPT-3 175B of Korthikanti et al., arXiv:2205.05198.
 GPT_175B = ModelSpec(
-    layers=96,
-    hidden=12288,
-    ffn=49152,
-    heads=96,
-    kv_heads=96,
+    num_layers=96,
+    hidden_size=12288,
+    ffn_hidden_size=49152,
+    num_heads=96,
+    num_kv_heads=96,
     head_dim=128,
-    vocab=51200,
-    seq=2048,
-    tied=True,
+    padded_vocab_size=51200,
+    seq_length=2048,
+    tie_embeddings=True,
     gated=False,
     moe_layers=(False,) * 96,
 )
 MOE = replace(
     LLAMA_12,
-    experts=64,
-    top_k=8,
-    moe_ffn=2048,
-    shared_ffn=2048,
+    moe=MoEConfig(num_experts=64, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048),
     moe_layers=(False, *(True,) * 11),
 )
 
@@ -100,7 +98,7 @@ def test_activations_follow_the_published_formula() -> None:
     heads, seq, hidden = 96, 2048, 12288
     published = (34 + 5 * heads * seq / hidden) * hidden / 8
     assert whole == kept == pytest.approx(published, rel=0.01)
-    selective = replace(spec, recompute=frozenset({"core_attn"}))
+    selective = replace(spec, recompute=frozenset({"scores"}))
     assert layer_bytes(GPT_175B, selective, moe=False)[0] == pytest.approx(
         34 * hidden / 8, rel=0.02
     )
@@ -275,7 +273,7 @@ def test_parts_add_up_and_choices_move_results_the_right_way(
     assert sum(base.step.parts.values()) == pytest.approx(base.step.seconds)
     assert min(base.step.parts.values()) > -1e-9
     assert all(part >= 0 for rank in base.ranks for part in rank.parts.values())
-    assert sum(base.layers) == model.layers
+    assert sum(base.layers) == model.num_layers
 
     again = forecast(model, replace(spec, recompute=frozenset({"layer"})), device)
     assert again.step.seconds >= base.step.seconds
@@ -310,12 +308,12 @@ def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:
     slots = EchoConfig(num_spare_slots=8)
     cloned = replace(plain, echo=slots)
     without, found = forecast(MOE, plain, device), forecast(MOE, cloned, device)
-    numel = 3 * MOE.moe_ffn * MOE.hidden
+    numel = 3 * MOE.expert_width * MOE.hidden_size
     assert found.fullest.parts["slots of clones"] == 8 * numel * (2 + 4)
     turns = replace(cloned, overlap=frozenset({"ep"}))
     assert slot_bytes(MOE, replace(turns, etp=2)) == 8 * numel * (2 * 2 + 4) / 2
     # 8 slots for 16 experts: (1 + 1/2)^2 / 2 = 1.125 in place of 3.
-    assert cloned.load(MOE.experts) == 1.125
+    assert cloned.load(MOE.moe.num_experts) == 1.125
     assert found.fullest.parts["activations"] < without.fullest.parts["activations"]
     times, before = found.step.parts, without.step.parts
     assert times["experts"] < before["experts"]
@@ -328,7 +326,7 @@ def test_clones_cost_memory_and_traffic_and_bound_the_load() -> None:
     assert balanced.fullest.parts["slots of clones"] > 0
     assert replace(cloned, ep=1).slots == 0
     documented = replace(cloned, echo=EchoConfig(num_spare_slots=8, planner="echo"))
-    assert documented.load(MOE.experts) == 3.0
+    assert documented.load(MOE.moe.num_experts) == 3.0
 
 
 def test_clones_inside_a_domain_do_not_use_the_network() -> None:
@@ -351,7 +349,7 @@ def test_gathered_keys_and_values_are_kept_whole_and_a_ring_keeps_its_own() -> N
     for comm in ("allgather", "a2a", "ring"):
         kept[comm], whole = layer_bytes(LLAMA_12, replace(spec, cp_comm=comm), False)
         passing[comm] = whole - kept[comm]
-    own = 2 * 2 * LLAMA_12.kv_heads * LLAMA_12.head_dim / 2  # keys and values, 2 bytes, tp 2
+    own = 2 * 2 * LLAMA_12.num_kv_heads * LLAMA_12.head_dim / 2  # keys and values, 2 bytes, tp 2
     assert kept["allgather"] - kept["ring"] == pytest.approx(3 * own)
     assert kept["a2a"] == kept["ring"] == layer_bytes(LLAMA_12, replace(spec, cp=1), False)[0]
     assert passing["ring"] == pytest.approx(2 * own + 2 * 2 * own)  # blocks, gradients in fp32
@@ -367,7 +365,7 @@ def test_pipeline_time_is_the_simulated_one() -> None:
 
 
 def test_uneven_layers_leave_room_for_the_output_layer() -> None:
-    model = replace(LLAMA_12, layers=30, moe_layers=(False,) * 30)
+    model = replace(LLAMA_12, num_layers=30, moe_layers=(False,) * 30)
     spec = RunSpec(gpus=4, pp=4)
     layers = stage_layers(model, spec, LayerCosts(model, spec, load_device("h100")))
     assert sum(layers) == 30
@@ -385,7 +383,7 @@ def test_groups_across_nodes_use_the_network() -> None:
 
 
 def test_advice_makes_a_run_fit_that_does_not() -> None:
-    model = replace(LLAMA_12, layers=48, moe_layers=(False,) * 48)
+    model = replace(LLAMA_12, num_layers=48, moe_layers=(False,) * 48)
     spec = RunSpec(gpus=16, tp=8, sequence_parallel=True, global_batch=16, microbatch=4)
     base = forecast(model, spec, load_device("h100"))
     assert base.verdict == "does not fit"
@@ -410,7 +408,7 @@ def test_search_returns_layouts_that_fit_and_beats_a_given_one() -> None:
 
 def test_search_finds_uneven_pipelines_and_writes_them() -> None:
     # 61 layers, as of DeepSeek-V3: even stages exist for 2, 3, 7, 9 and so on ranks only.
-    model = replace(LLAMA_12, layers=61, moe_layers=(False,) * 61)
+    model = replace(LLAMA_12, num_layers=61, moe_layers=(False,) * 61)
     base = RunSpec(gpus=256, global_batch=256)
     best = search(model, base, load_device("h100"), simulate=60).best[0]
     assert best.spec.pp > 2
@@ -448,7 +446,7 @@ def test_bad_calibrations_are_one_sentence() -> None:
 
 
 def test_split_backward_passes_compute_blocks_of_logits_twice() -> None:
-    wide, narrow = (replace(LLAMA_12, vocab=vocab) for vocab in (1 << 20, 1 << 10))
+    wide, narrow = (replace(LLAMA_12, padded_vocab_size=vocab) for vocab in (1 << 20, 1 << 10))
     spec = RunSpec(gpus=2, pp=2, global_batch=8, plain_autograd=True)
     device = load_device("h100")
     for model in (wide, narrow):

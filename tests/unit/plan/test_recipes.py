@@ -41,7 +41,7 @@ def test_there_are_recipes_for_every_model() -> None:
 def test_a_recipe_has_the_published_size(path: Path) -> None:
     config = resolve_for_plan(load_config(path, []), gpus_of(path))
     model = model_spec(config)
-    without_mtp = replace(model, mtp=0, moe_layers=model.moe_layers[: model.layers])
+    without_mtp = replace(model, num_mtp_layers=0, moe_layers=model.moe_layers[: model.num_layers])
     assert without_mtp.num_params == PUBLISHED[path.stem.rpartition("-")[0]]
 
 

@@ -16,7 +16,7 @@ from megacore.parallel import Topology
 from megacore.pipeline import Schedule, build_schedule
 from megatrain.view import schedule_svg, topology_svg
 from megatrain.view.notebook import show_in_notebook
-from megatrain.view.theme import dark_rules
+from megatrain.view.svg import dark_rules
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

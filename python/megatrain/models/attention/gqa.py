@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Documents
-from megacore.parallel.params import ParamInfo
 from megatrain.models.attention.blockwise import ScoreRule
 from megatrain.models.attention.context_parallel import Masks, causal_attention
 from megatrain.models.attention.kv_cache import Past
@@ -35,21 +34,12 @@ class Attention(nn.Module):
         self.cp, self.masks = context.region.cp, Masks()
         self.cp_comm = context.region.cp_comm
         self.rule = ScoreRule(window=config.window_of(layer), softcap=config.attention_softcap)
-        self.qkv = ColumnLinear(
-            f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, context=context, bias=config.qkv_bias
-        )
-        width = shape.num_heads * shape.head_dim
-        self.output = RowLinear(f"{name}.output", width, context=context, bias=config.output_bias)
+        infos = context.infos.gqa(name)
+        self.qkv = ColumnLinear.of(infos, f"{name}.qkv", context=context)
+        self.output = RowLinear.of(infos, f"{name}.output", context=context)
         self.qk_norm = make_qk_norm(name, context)
-        self.sinks = None
-        if config.attention_sinks:
-            info = ParamInfo(
-                name=f"{name}.sinks",
-                full_shape=(shape.num_kv_heads, shape.q_per_kv),
-                tp_dim=0,
-                weight_decay=False,
-            )
-            self.sinks = context.params.zeros(info)
+        sinks = infos.get(f"{name}.sinks")
+        self.sinks = None if sinks is None else context.params.zeros(sinks)
         # Set while a text is generated.
         self.past: Past | None = None
 

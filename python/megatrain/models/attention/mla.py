@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megacore.ops.dense import rms_norm
 from megacore.ops.rotation import rotate
 from megacore.parallel.batch import Documents
-from megacore.parallel.params import ParamInfo
 from megatrain.config import ModelConfig
 from megatrain.models.attention.blockwise import ScoreRule
 from megatrain.models.attention.context_parallel import Masks, attend, needs_order
@@ -51,24 +50,12 @@ class LatentAttention(nn.Module):
             window=config.window_of(layer), softcap=config.attention_softcap, scale=_scale(config)
         )
         self.qkv = LatentProjection(name, context)
-        up_width = mla.nope_head_dim + mla.rope_head_dim
+        infos = context.infos.mla(name)
         self.q_up = None
         if mla.q_rank:
-            self.q_up = ColumnLinear(
-                f"{name}.q_up",
-                (shape.num_heads, up_width, mla.q_rank),
-                tp_dim=0,
-                context=context,
-                enters=False,
-            )
-        self.kv_up = ColumnLinear(
-            f"{name}.kv_up",
-            (shape.num_heads, mla.nope_head_dim + mla.v_head_dim, mla.kv_rank),
-            tp_dim=0,
-            context=context,
-            enters=False,
-        )
-        self.output = RowLinear(f"{name}.output", shape.num_heads * mla.v_head_dim, context=context)
+            self.q_up = ColumnLinear.of(infos, f"{name}.q_up", context=context, enters=False)
+        self.kv_up = ColumnLinear.of(infos, f"{name}.kv_up", context=context, enters=False)
+        self.output = RowLinear.of(infos, f"{name}.output", context=context)
         # Set while a text is generated.
         self.past: Past | None = None
 
@@ -153,30 +140,21 @@ class LatentProjection(nn.Module):
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
-        config, shape, mla = context.config, context.shape, context.config.mla
+        mla, params, infos = context.config.mla, context.params, context.infos.mla(name)
         self.region = context.region
         self.linear = context.linear
         self.widths = [mla.q_rank, mla.kv_rank, mla.rope_head_dim]
         self.eps = LATENT_NORM_EPS
         self.has_q_latent = mla.q_rank > 0
-        # Inside the region, each rank has the gradient of its own heads only.
-        self.is_partial = context.region.sequence_parallel or not self.has_q_latent
-        std = config.init_std
+        std = context.config.init_std
         self.q_down = self.q_norm = self.q = None
         if self.has_q_latent:
-            self.q_down = context.params.normal(
-                self._info(f"{name}.q_down", mla.q_rank, shape.hidden), std=std
-            )
-            self.q_norm = context.params.ones(self._info(f"{name}.q_latent_norm", mla.q_rank))
+            self.q_down = params.normal(infos[f"{name}.q_down"], std=std)
+            self.q_norm = params.ones(infos[f"{name}.q_latent_norm"])
         else:
-            q_shape = (shape.num_heads, mla.nope_head_dim + mla.rope_head_dim, shape.hidden)
-            self.q = context.params.normal(
-                ParamInfo(name=f"{name}.q", full_shape=q_shape, tp_dim=0), std=std
-            )
-        self.kv_down = context.params.normal(
-            self._info(f"{name}.kv_down", mla.kv_rank + mla.rope_head_dim, shape.hidden), std=std
-        )
-        self.kv_norm = context.params.ones(self._info(f"{name}.kv_latent_norm", mla.kv_rank))
+            self.q = params.normal(infos[f"{name}.q"], std=std)
+        self.kv_down = params.normal(infos[f"{name}.kv_down"], std=std)
+        self.kv_norm = params.ones(infos[f"{name}.kv_latent_norm"])
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Project ``(S[/tp], B, H)`` to queries or their latent, and the latent of keys and values.
@@ -207,15 +185,6 @@ class LatentProjection(nn.Module):
         widths = [q_width, *self.widths[1:]]
         q, kv_SBC, k_rot_SBR = torch.split_with_sizes(joined_SBL, widths, dim=-1)
         return q, kv_SBC, k_rot_SBR
-
-    def _info(self, name: str, *full_shape: int) -> ParamInfo:
-        return ParamInfo(
-            name=name,
-            full_shape=full_shape,
-            tp_dim=None,
-            sequence_parallel=self.is_partial,
-            weight_decay=len(full_shape) > 1,
-        )
 
 
 def _scale(config: ModelConfig) -> float:
