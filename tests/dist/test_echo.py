@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from megacore.errors import MegacoreError
 from megacore.moe import OffloadPlan
+from megacore.moe.dispatchers import AllToAllDispatcher, DispatchPlan, Routing
+from megacore.moe.dispatchers.base import gather_counts
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import ShardPosition
@@ -299,6 +302,52 @@ def test_plans_agree_and_slots_leave_no_trace_in_checkpoints(tmp_path: Path) -> 
         else:
             losses = run_ranks(world_size, resume, world_size, changes, tmp_path)[0]
         assert losses == pytest.approx(first["losses"], rel=1e-5)
+
+
+def compare_counts(_rank: int, changes: dict[str, Any]) -> list[tuple[bool, int]]:
+    """Whether the counts that a plan determines are those that members exchange."""
+    trainer = skewed_trainer(4, changes)
+    found = []
+    plan_of = AllToAllDispatcher.preprocess_counted
+
+    def compared(
+        self: AllToAllDispatcher, routing: Routing, arriving: Callable[[], Tensor]
+    ) -> DispatchPlan:
+        plan = plan_of(self, routing, arriving)
+        exchanged = gather_counts(plan.tokens_per_expert, self.placement)
+        clones = exchanged[:, self.placement.num_local - 2 :]  # of 2 slots
+        found.append((torch.equal(plan.arriving, exchanged), int(clones.sum())))
+        return plan
+
+    AllToAllDispatcher.preprocess_counted = compared  # type: ignore[method-assign]
+    for step in range(3):
+        trainer.train_step(step)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel.ep": 4},
+        {"parallel.ep": 2, **DOCUMENTED},
+        {"parallel.ep": 4, "moe.capacity_factor": 1.5},
+        {"parallel.tp": 2, "parallel.etp": 1, "parallel.ep": 4},
+    ],
+    ids=str,
+)
+def test_a_plan_determines_the_counts_of_each_rank(changes: dict[str, Any]) -> None:
+    results = run_ranks(4, compare_counts, {**ECHO, **changes}, timeout_s=120)
+    for result in results:
+        assert len(result) >= 9  # 3 steps, 3 layers
+        assert all(is_equal for is_equal, _ in result)
+    assert sum(rows for result in results for _, rows in result) > 0
+
+
+@pytest.mark.dist
+def test_counts_of_members_of_one_source_are_exchanged() -> None:
+    changes = {**ECHO, "parallel.ep": 2, "parallel.etp": 2}
+    assert run_ranks(4, compare_counts, changes, timeout_s=120) == [[]] * 4
 
 
 FULL = {

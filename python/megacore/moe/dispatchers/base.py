@@ -260,6 +260,22 @@ class Dispatcher(ABC):
             Exchanges counts over the group; does not wait for the device.
         """
 
+    def preprocess_counted(
+        self,
+        routing: Routing,
+        arriving: Callable[[], Tensor],  # noqa: ARG002
+    ) -> DispatchPlan:
+        """Prepare as `preprocess`, with counts that the caller can compute.
+
+        Default: the counts are exchanged, for dispatchers that drop copies or need other numbers.
+
+        Args:
+            routing: The choices; no copy exceeds the capacity.
+            arriving: Computes the copies that each member sends to each local expert, ``(G, L)``,
+                int64.
+        """
+        return self.preprocess(routing)
+
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
         """Read the numbers of rows to exchange: the only host sync of a dispatcher.
 

@@ -142,8 +142,11 @@ class Echo:
         Sync:
             Gathers counts over the group; does not wait for the device.
         """
-        offload, wanted, kept = self._choose(routing)
-        plan = dispatcher.preprocess(kept)
+        offload, wanted, kept, arriving = self._choose(routing)
+        if arriving is None:
+            plan = dispatcher.preprocess(kept)
+        else:
+            plan = dispatcher.preprocess_counted(kept, arriving)
         values = {each.name: getattr(plan, each.name) for each in fields(plan)}
         # Losses and metrics are per expert, not per place.
         values["tokens_per_expert"] = count_plan_(
@@ -204,8 +207,15 @@ class Echo:
         )
 
     @torch.no_grad()
-    def _choose(self, routing: Routing) -> tuple[DevicePlan, Tensor, Rerouted]:
-        """Choose clones, the place of each copy, and the copies that fit the budget."""
+    def _choose(
+        self, routing: Routing
+    ) -> tuple[DevicePlan, Tensor, Rerouted, Callable[[], Tensor] | None]:
+        """Choose clones, the place of each copy, and the copies that fit the budget.
+
+        Returns:
+            The clones; the places; the copies that fit; and, if the plan determines it, a function
+            that computes the copies for this rank, as for ``Dispatcher.preprocess_counted``.
+        """
         ids_Tk, placement = routing.expert_ids, self.placement
         if self._capacity is not None:
             ids_Tk = self._capacity.limit(
@@ -232,7 +242,16 @@ class Echo:
         )
         place_ids, probs = reroute(ids_Tk, routing.probs, row)
         kept = Rerouted(probs=probs, expert_ids=self._fit(place_ids), num_copies=routing.num_copies)
-        return plan, place_ids, kept
+        # The share of one of several members of a source depends on the order of its copies.
+        is_known = self._members_are_sources
+        arriving = partial(_arriving, placement, counts_GE, plan) if is_known else None
+        return plan, place_ids, kept, arriving
+
+    @property
+    def _members_are_sources(self) -> bool:
+        """True if each part of the experts has one member, so plans have a row per member."""
+        placement = self.placement
+        return placement.members == tuple((part,) for part in range(placement.ep_size))
 
     def _counts_of_parts(self, counts_GE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum counts over the members of each part of the experts.
@@ -243,7 +262,7 @@ class Echo:
         """
         placement, device = self.placement, counts_GE.device
         me, position = placement.ep_position, placement.group.position
-        if placement.members == tuple((part,) for part in range(placement.ep_size)):
+        if self._members_are_sources:
             return counts_GE, counts_GE[me], self._no_copies
         members = constant(placement.members, device)
         mine = placement.members[me]
@@ -290,3 +309,18 @@ class Echo:
             and self.options.num_spare_slots >= local
             and budget.factor >= guaranteed
         )
+
+
+def _arriving(placement: ExpertPlacement, counts_GE: Tensor, plan: DevicePlan) -> Tensor:
+    """Compute the copies that each member sends to each place of this rank, ``(G, L + S)``.
+
+    Args:
+        placement: Placement of the home experts.
+        counts_GE: Copies of each member for each expert.
+        plan: The clones, with a row for each member.
+    """
+    first, me = placement.first_local, placement.ep_position
+    # Unused slots have no tokens, so their expert does not matter.
+    cloned = plan.slot_expert.flatten().clamp(min=0)
+    home_GE = counts_GE.index_add(1, cloned, plan.rerouted.flatten(1), alpha=-1)
+    return torch.cat((home_GE[:, first : first + placement.num_local], plan.rerouted[:, me]), dim=1)
