@@ -323,10 +323,6 @@ def _by_stage(
     return sums
 
 
-# Peaks of these grow with the number of microbatches.
-_UNBOUNDED = ("gpipe", "looped_bfs", "no_pipelining", SEARCHED)
-
-
 def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) -> list[float]:
     """Return the largest sum of kept activations on each pipeline rank over a step.
 
@@ -335,12 +331,7 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
         kept: Bytes of each stage and microbatch from F to B or W.
         pending: Further bytes from I to W.
     """
-    microbatches = spec.microbatches
-    is_bounded = spec.schedule not in _UNBOUNDED and spec.schedule_file is None
-    if is_bounded:  # the first microbatches, in whole groups, reach the peak
-        group = spec.group_size or 1
-        microbatches = min(microbatches, -(-3 * max(spec.pp, group) // group) * group)
-    by_rank = _held(schedule_shape(spec, microbatches))
+    by_rank = _held(schedule_shape(spec, _enough(spec)))
     stages = rank_stages(spec)
     return [
         max(
@@ -352,6 +343,26 @@ def in_flight(spec: RunSpec, kept: Sequence[float], pending: Sequence[float]) ->
         )
         for rank, mine in enumerate(stages)
     ]
+
+
+def _enough(spec: RunSpec) -> int:
+    """Return a number of microbatches that reaches the peaks of the schedule.
+
+    A few whole groups, if more of them raise no peak; all, if peaks grow with the number of
+    microbatches, or if a schedule of another number does not exist or is slow to find.
+    """
+    group = spec.group_size or 1
+    few, more = (-(-times * max(spec.pp, group) // group) * group for times in (3, 5))
+    if more > spec.microbatches or spec.schedule in SEARCHED or spec.schedule_file is not None:
+        return spec.microbatches
+    peaks = [_peaks(schedule_shape(spec, count)) for count in (few, more)]
+    return few if peaks[0] == peaks[1] else spec.microbatches
+
+
+@lru_cache(maxsize=512)
+def _peaks(shape: ScheduleShape) -> list[int]:
+    """Return the most activations that each rank holds."""
+    return [max(sum(held for held, _ in state) for state in peaks) for peaks in _held(shape)]
 
 
 _Held = tuple[tuple[int, int], ...]
