@@ -189,9 +189,8 @@ def test_four_stages_on_four_ranks() -> None:
     schedules = all_schedules(4)
     names = {schedule.name for schedule in schedules}
     assert {"gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_zb", "dualpipe"} <= names
-    assert (
-        sum(adds_in_order(schedule) for schedule in schedules) >= len(schedules) - 2
-    )  # bfs, two chains
+    in_order = {schedule.name for schedule in schedules if adds_in_order(schedule)}
+    assert {"gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_zb"} <= in_order
     check(schedules)
 
 

@@ -129,8 +129,10 @@ def compared_actions(*, num_ranks: int, num_microbatches: int, num_chunks: int |
     Schedules that these sizes do not allow count as well.
 
     Example:
-        >>> compared_actions(num_ranks=4, num_microbatches=8, num_chunks=None)
-        2176
+        >>> one, two = (compared_actions(num_ranks=4, num_microbatches=m, num_chunks=None)
+        ...             for m in (8, 16))
+        >>> one > 0, two / one
+        (True, 2.0)
     """
     chunks = compared_chunks(num_ranks, num_chunks)
     per_microbatch = sum(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Limits of about ten seconds: the time of simulations grows with the number of actions, that of
 # bounds with the square of the number of stages.
-_MOST_ACTIONS = 1 << 24
+MOST_ACTIONS = 1 << 24
 _MOST_STAGES = 2048
 
 _WIDE = 104  # width of all columns, in characters
@@ -75,11 +75,11 @@ def _require_size(args: argparse.Namespace) -> None:
             f"are {args.pp * chunks}; use at most {_fewer_stages(args.pp, chunks)}, {alone}"
         )
     each = compared_actions(num_ranks=args.pp, num_microbatches=1, num_chunks=args.chunks)
-    if each * args.microbatches > _MOST_ACTIONS:
+    if each * args.microbatches > MOST_ACTIONS:
         raise ConfigError(
-            f"--compare is for up to {_MOST_ACTIONS:,} actions, but {args.pp} ranks x "
+            f"--compare is for up to {MOST_ACTIONS:,} actions, but {args.pp} ranks x "
             f"{args.microbatches} microbatches are {each * args.microbatches:,} in all schedules; "
-            f"use at most --microbatches {_MOST_ACTIONS // each}, {alone}"
+            f"use at most --microbatches {MOST_ACTIONS // each}, {alone}"
         )
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megacore.pipeline.compare import compared_actions
 from megatrain.cli import main
+from megatrain.cli.schedule_compare import MOST_ACTIONS
+
+# Of all schedules on 500 ranks.
+PER_MICROBATCH = compared_actions(num_ranks=500, num_microbatches=1, num_chunks=None)
 
 
 @pytest.mark.parametrize(
@@ -16,8 +21,8 @@ from megatrain.cli import main
         (["--compare", "auto"], "--compare shows the schedules with a generator, 'auto' searches"),
         (
             ["--compare", "--pp", "500", "--microbatches", "4000"],
-            "500 ranks x 4000 microbatches are 136,000,000 in all schedules; use at most "
-            "--microbatches 493, or look at one schedule alone",
+            f"500 ranks x 4000 microbatches are {4000 * PER_MICROBATCH:,} in all schedules; use at "
+            f"most --microbatches {MOST_ACTIONS // PER_MICROBATCH}, or look at one schedule alone",
         ),
         (["--compare", "--pp", "10000000"], "20000000; use at most --pp 1024, or look at one"),
         (["--compare", "--pp", "1500", "--chunks", "1"], "use at most --pp 1024, or look at one"),

@@ -62,11 +62,12 @@ IN_CSV = [
 @pytest.mark.parametrize("name", IN_CSV)
 def test_a_file_has_all_facts_of_the_named_schedule(tmp_path: Path, name: str) -> None:
     pp = 1 if name == "no_pipelining" else 2
-    named = resolved(parallel__pp=pp, pipeline__schedule=name)
+    sizes = {"parallel__pp": pp, "train__global_batch_size": 16}
+    named = resolved(**sizes, pipeline__schedule=name)
     wanted = train_schedule(named, 2)
     wanted.to_csv(tmp_path / "own.csv")
 
-    config = of_file(tmp_path / "own.csv", parallel__pp=pp)
+    config = of_file(tmp_path / "own.csv", **sizes)
     check_plan(config, 2)
     assert train_schedule(config, 2) == wanted
     assert train_schedule(config, 2).name == "own"

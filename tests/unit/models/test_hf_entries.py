@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatrain.hf.entries import without_entries
 from megatrain.hf.families import FAMILIES, Family
 from megatrain.hf.keys import REQUIRED, Key, Values
 from megatrain.hf.rope import rope_from_hf
+from tests.support.hf_models import MODELS
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +73,15 @@ def test_an_empty_entry_has_the_value_of_transformers(kind: str, key: Key) -> No
     if wanted is not None:  # else the model of transformers fails
         found = key.read({"model_type": kind, name: None})
         assert normal(key, found, theirs) == wanted
+
+
+def test_every_family_has_a_model_of_transformers_and_a_row_of_the_page() -> None:
+    built = {name for name, _ in MODELS.values()}
+    classes = {family.architecture.removesuffix("ForCausalLM") for family in FAMILIES.values()}
+    assert classes <= built, "add a model of each family to MODELS of tests/support/hf_models.py"
+    page = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
+    missing = [kind for kind in FAMILIES if f"`{kind}`" not in page]
+    assert not missing, f"docs/huggingface.md has no row for {missing}"
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

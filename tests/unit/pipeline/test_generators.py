@@ -317,6 +317,16 @@ def test_text_and_grid_are_the_golden_ones(file: str) -> None:
     assert text == (GOLDEN / f"{file}.txt").read_text()
 
 
+def test_the_pages_have_every_schedule() -> None:
+    root = GOLDEN.parents[2]
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "docs" / "schedules.md").read_text(), re.MULTILINE)
+    assert [name for name in rows if name in CATALOG] == list(CATALOG), (
+        "the table of docs/schedules.md must have a row per schedule, in the order of the catalog"
+    )
+    counts = re.findall(r"(\d+)(?: pipeline)? schedules\]", (root / "README.md").read_text())
+    assert set(counts) == {str(len(CATALOG))}, "README.md must count the schedules of the catalog"
+
+
 def test_the_catalog_describes_every_schedule() -> None:
     assert tuple(CATALOG) == SCHEDULE_NAMES
     assert all(

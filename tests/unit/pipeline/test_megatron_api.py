@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore.parallel import Group
 from megacore.pipeline import (
+    SCHEDULE_NAMES,
     ActivationSpec,
     build_schedule,
     get_forward_backward_func,
@@ -159,7 +160,7 @@ def test_models_of_earlier_steps_are_not_kept() -> None:
         ("ZB-V", "did you mean 'zb_v'?"),
         ("atuo", "did you mean 'auto'?"),
         ("dual_pipe", "did you mean 'dualpipe'?"),
-        ("nothing", "choose one of no_pipelining, gpipe, 1f1b"),
+        ("nothing", f"choose one of {', '.join(SCHEDULE_NAMES)}, auto"),
     ],
 )
 def test_a_schedule_that_does_not_exist_is_refused_before_the_first_step(

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megacore.pipeline import (
+    SCHEDULE_NAMES,
     Action,
     ActionKind,
     Costs,
@@ -297,7 +298,7 @@ def test_a_backward_ahead_of_what_it_needs_is_a_deadlock_that_names_the_rank(
 def test_unknown_names_and_options_that_do_not_fit_are_explained() -> None:
     with pytest.raises(ValueError, match="did you mean '1f1b'"):
         build_schedule("1fb1", num_ranks=2, num_microbatches=2)
-    with pytest.raises(ValueError, match="gpipe, 1f1b, interleaved_1f1b"):
+    with pytest.raises(ValueError, match=f"choose one of {', '.join(SCHEDULE_NAMES)}, auto"):
         build_schedule("chimera", num_ranks=2, num_microbatches=2)
     with pytest.raises(ValueError, match="num_chunks is 2; use num_chunks 1"):
         build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_chunks=2)

@@ -7,14 +7,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from megacore.errors import ConfigError
 from megatrain.checkpoint import load_full_weights
 from megatrain.config import Config, ResolvedConfig, resolve, section_classes
+from megatrain.config.base import split_key
 from megatrain.config.unused import UNUSED_RULES
 from megatrain.train.loop import train
 from tests.support.campaigns import representatives
@@ -45,6 +47,7 @@ OTHERS: dict[str, Any] = {
     **dict.fromkeys(("data.order", "data.cache", "checkpoint.dir", "checkpoint.load_weights")),
     **dict.fromkeys(("run.dir", "run.writers", "run.calibration", "run.plain")),
     **dict.fromkeys(("debug.record_routing", "debug.replay_routing", "pipeline.layout")),
+    **dict.fromkeys(("pipeline.schedule_file", "data.bos", "data.eod", "data.separator")),
     "data.source": "stdlib",
     "data.split": "50,50",
     "data.field": "other",
@@ -127,6 +130,29 @@ CASES = [
     for value in _other_values(key, BASE.get(key, info.default), info.annotation)
     for base in BASES
 ]
+
+
+def _is_legal(key: str, value: Any) -> bool:
+    section, name = split_key(key)
+    info = section_classes()[section].by_key()[name]
+    annotation: Any = info.annotation
+    for rule in info.metadata:
+        annotation = Annotated[annotation, rule]
+    try:
+        TypeAdapter[Any](annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("key", sorted({key for _, key, _ in CASES}))
+def test_a_setting_is_tried_with_a_legal_value(key: str) -> None:
+    values = [value for _, other, value in CASES if other == key]
+    assert all(_is_legal(key, value) for value in values), (
+        f"{values} are not values of {key}: give it another one in OTHERS of {__file__}"
+    )
+
+
 KEPT = [
     ("dense", "moe.top_k", 1),
     ("experts", "moe.top_k", 1),
