@@ -81,6 +81,12 @@ class FieldForm:
         """
         values = [_lookup(row, name) for name in self.names]
         if isinstance(values[0], list) and len(values) == 1:
+            kinds = {type(one).__name__ for one in values[0] if not isinstance(one, Mapping)}
+            if kinds and template is None:
+                raise ValueError(
+                    f'the {place} "{self.names[0]}" must be text or a conversation, a list of '
+                    f"objects, got a list with {' and '.join(sorted(kinds))}"
+                )
             return _conversation(values[0], row, template)
         # Only fields between the first and the last may be left empty: "input" of Alpaca.
         for number, (name, value) in enumerate(zip(self.names, values, strict=True)):

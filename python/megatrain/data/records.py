@@ -24,6 +24,8 @@ _SHARDS_PER_FILE = 256
 # Text is encoded in blocks of whole lines of about this size.
 BLOCK_BYTES = 64 << 10
 _SPACE = " \t\r\n"
+# The only other reason of Python's JSON reader.
+_LONG_INTEGER = f"an integer has more than {sys.get_int_max_str_digits():,} digits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +232,8 @@ def _row_of_line(line: bytes, path: Path, offset: int, on_bad: OnBad) -> tuple[A
         on_bad(f"{_line_place(path, offset)}, column {error.colno}: not valid JSON: {error.msg}")
     except RecursionError:
         on_bad(f"{_line_place(path, offset)}: nested too deeply to be read")
+    except ValueError:
+        on_bad(f"{_line_place(path, offset)}: {_LONG_INTEGER}")
     return ()
 
 
@@ -251,6 +255,8 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
             ) from error
         except RecursionError as error:
             raise DataError(f"{path}, line {text.line}: nested too deeply to be read") from error
+        except ValueError as error:
+            raise DataError(f"{path}, line {text.line}: {_LONG_INTEGER}") from error
 
 
 class _JsonText:

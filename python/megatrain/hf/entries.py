@@ -42,6 +42,8 @@ _WITHOUT_EFFECT = frozenset(
         "transformers.js_config",
     }
 )
+# What is true of all families, if an entry states it.
+_STATED: Mapping[str, Any] = {"is_causal": True}
 _HARMLESS_STARTS = ("_", "unsloth_")
 # Settings of `generate`, which `transformers` 4 wrote into config.json.
 _GENERATION_NAMES = """
@@ -92,7 +94,8 @@ def refused_entries(family: Family, config: Mapping[str, Any], seq_length: int |
         quantization_of(config)
     except MegacoreError as error:
         refused.append(str(error))
-    for name, supported in {**family.fixed, **family.stated}.items():
+    stated = {**family.fixed, **family.stated, **_STATED}
+    for name, supported in stated.items():
         value = config.get(name, supported)
         # To `transformers`, an empty switch is off.
         is_off = value is None and supported is not True
@@ -107,7 +110,7 @@ def refused_entries(family: Family, config: Mapping[str, Any], seq_length: int |
             f"seq_length must be at most {limit}, {_CHUNKS_LIMIT} of {_CHUNKS} in config.json, got "
             f"{seq_length}: longer texts are read in chunks, which megacore does not support"
         )
-    known = {*_read_entries(family), *family.ignored, *family.fixed, *family.stated}
+    known = {*_read_entries(family), *family.ignored, *stated}
     known |= _WITHOUT_EFFECT | _GENERATION
     known |= {_CHUNKS} if limit is not None else set()
     unknown = [

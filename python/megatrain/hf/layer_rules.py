@@ -21,6 +21,10 @@ class SparseStep:
         """Return the settings that select the same layers."""
         step = checked("decoder_sparse_step", config.get("decoder_sparse_step") or 1, int)
         dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            raise MegacoreError(
+                f"mlp_only_layers in config.json must be a list of layers, got {dense!r}"
+            )
         letters = (
             "e" if (layer + 1) % step == 0 and layer not in dense else "d"
             for layer in range(values["model.num_layers"])
@@ -219,7 +223,10 @@ class Windows:
         window = config.get("sliding_window", self.default)
         if self.switch and not config.get("use_sliding_window"):
             window = None
-        layers = self._kinds(config, values["model.num_layers"])
+        is_stated = self.by_layer and config.get("layer_types") is not None
+        layers = ""
+        if window is not None or is_stated:  # else no other entry counts
+            layers = self._kinds(config, values["model.num_layers"])
         if window is None or "w" not in layers:
             return {"model.sliding_window": None, "model.window_pattern": "w"}
         return {
@@ -247,13 +254,15 @@ class Windows:
         if kinds is None and self.pattern is not None:
             return (self.pattern * num_layers)[:num_layers]
         if kinds is None and self.by_layer:
-            first: int = min(config.get("max_window_layers", _MAX_WINDOW_LAYERS), num_layers)
+            found = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+            first: int = min(checked("max_window_layers", found, int, least=0), num_layers)
             if self.alternate:
                 return ("wf" * first)[:first] + "f" * (num_layers - first)
             return "f" * first + "w" * (num_layers - first)
         if kinds is None:
             return "w" * num_layers
-        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING}:
+        is_list = isinstance(kinds, list) and len(kinds) == num_layers
+        if not is_list or not all(kind in (_FULL, _SLIDING) for kind in kinds):
             raise MegacoreError(
                 f"layer_types in config.json must name {_FULL} or {_SLIDING} for each of "
                 f"{num_layers} layers, got {kinds!r}"

@@ -55,7 +55,7 @@ def rope_from_hf(
     rope = _rotation(config, default)
     # The entry was `type` before it was `rope_type`; `transformers` reads both.
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _OF_KIND:
+    if not isinstance(kind, str) or kind not in _OF_KIND:
         raise MegacoreError(
             f"rope_type in config.json must be one of {', '.join(_OF_KIND)}, got {kind!r}"
         )

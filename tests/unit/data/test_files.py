@@ -271,6 +271,10 @@ JSON_ERRORS = [
     ('[{"text": "a"},\n{"body": "b"}]', r'line 2: no field "text"; it has body'),
     ('[{"text": "\\ud83d"}]', r"line 1: the text has \\ud83d, half of a surrogate pair"),
     ("[" * 100_000, r"a\.json, line 1: nested too deeply"),
+    (
+        '[{"text": "a"},\n{"n": ' + "9" * 5000 + "}]",
+        r"a\.json, line 2: an integer has more than 4,3",
+    ),
     ("[]", r"a\.json and all other files have no text"),
 ]
 

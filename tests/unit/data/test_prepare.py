@@ -170,6 +170,14 @@ BAD = [
         r"a\.jsonl, line 2: the text has \\ud83d, half of a",
     ),
     (b'{"text": "x"}\n' + b"[" * 100_000 + b"\n", r"a\.jsonl, line 2: nested too deeply"),
+    (
+        b'{"text": "x"}\n{"text": "y", "n": ' + b"9" * 5000 + b"}\n",
+        r"a\.jsonl, line 2: an integer has more than 4,300 digits",
+    ),
+    (
+        b'{"text": "x"}\n{"text": ["y", {}, 1]}\n',
+        r'line 2: the field "text" must be text or a conversation, .* a list with int and str',
+    ),
     (b'{"text": "x"}\n[1]\n', r"line 2: expected a JSON object, got list"),
     (b'{"text": "x"}\n{"text": "abc\xe9"}\n', r"a\.jsonl, line 2: not UTF-8 text: byte 27 is 0xe9"),
 ]

@@ -194,6 +194,31 @@ def test_norms_of_queries_and_keys_are_true_of_families_that_have_them(kind: str
         sections_from_hf(config | {"use_qk_norm": False})
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_attention_is_causal(kind: str) -> None:
+    config = their_config(kind) | {"model_type": kind}
+    config |= {} if "kv_lora_rank" in config else {"head_dim": 128}  # glm4_moe has none
+    assert sections_from_hf(config | {"is_causal": True}) == sections_from_hf(config)
+    for value in (False, None):  # to transformers, both are attention without a mask
+        with pytest.raises(
+            MegacoreError, match=r"is_causal in config\.json of a \w+ model must be"
+        ):
+            sections_from_hf(config | {"is_causal": value})
+
+
+def test_layers_of_windows_matter_only_with_a_window() -> None:
+    config = their_config("qwen2") | {"model_type": "qwen2", "layer_types": None}
+    plain = sections_from_hf(config)
+    assert sections_from_hf(config | {"max_window_layers": None}) == plain
+    windows = config | {"use_sliding_window": True, "sliding_window": 4}
+    for value in (None, "8"):
+        with pytest.raises(MegacoreError, match=r"max_window_layers in .* integer of at least 0"):
+            sections_from_hf(windows | {"max_window_layers": value})
+    for value in (1, ["full_attention"], [["full_attention"]] * 32):
+        with pytest.raises(MegacoreError, match=r"layer_types in config\.json must name"):
+            sections_from_hf(config | {"layer_types": value})
+
+
 def test_attention_in_chunks_is_plain_up_to_its_length() -> None:
     chunks = {"chunk_size": 48, "local_size": 8, "original_max_position_embeddings": 48}
     config = LLAMA | {"dual_chunk_attention_config": chunks}

@@ -207,6 +207,8 @@ def test_both_descriptions_of_the_rotation_count(name: str) -> None:
         ({"num_attention_heads": 0}, r"num_attention_heads in .* positive integer, got 0"),
         ({"decoder_sparse_step": -1}, r"decoder_sparse_step in .* positive integer, got -1"),
         ({"norm_topk_prob": "yes"}, r"norm_topk_prob in .* must be true or false, got 'yes'"),
+        ({"mlp_only_layers": "0"}, r"mlp_only_layers in .* must be a list of layers, got '0'"),
+        ({"rope_parameters": {"rope_type": []}}, r"rope_type in .* must be one of .*, got \[\]"),
     ],
 )
 def test_a_size_that_is_missing_or_no_size_is_named(changes: dict[str, Any], message: str) -> None:
