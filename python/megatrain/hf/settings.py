@@ -62,12 +62,17 @@ def sections_from_hf(
 def import_values(model: ModelConfig, moe: MoEConfig) -> dict[str, dict[str, Any]]:
     """Return the settings of a configuration file that describe an imported model.
 
+    Settings without effect on it are left out.
+
     Args:
         model: From `sections_from_hf`.
         moe: From `sections_from_hf`.
     """
+    values = model.model_dump(exclude_none=True)
+    if model.num_mtp_layers == 0:
+        del values["mtp_loss_coef"]
     experts = moe.model_dump(exclude_none=True, exclude_defaults=True)
-    return {"model": model.model_dump(exclude_none=True), "moe": experts}
+    return {"model": values, "moe": experts}
 
 
 def _read(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from megacore.errors import MegacoreError
+from megatrain.config import Config, resolve
 from megatrain.hf import sections_from_hf
 from megatrain.hf.entries import without_entries
 from megatrain.hf.families import FAMILIES, Family
 from megatrain.hf.keys import REQUIRED, Key, Values
 from megatrain.hf.rope import rope_from_hf
-from tests.support.hf_models import MODELS
+from megatrain.hf.settings import import_values
+from tests.support.hf_models import COMMON, MODELS
 
 transformers = pytest.importorskip("transformers")
 
@@ -194,10 +196,15 @@ def test_norms_of_queries_and_keys_are_true_of_families_that_have_them(kind: str
         sections_from_hf(config | {"use_qk_norm": False})
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_attention_is_causal(kind: str) -> None:
-    config = their_config(kind) | {"model_type": kind}
-    config |= {} if "kv_lora_rank" in config else {"head_dim": 128}  # glm4_moe has none
+def tiny_config(name: str) -> dict[str, Any]:
+    family, entries = MODELS[name]
+    config: dict[str, Any] = getattr(transformers, f"{family}Config")(**COMMON | entries).to_dict()
+    return config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_causal(name: str) -> None:
+    config = tiny_config(name)
     assert sections_from_hf(config | {"is_causal": True}) == sections_from_hf(config)
     for value in (False, None):  # to transformers, both are attention without a mask
         with pytest.raises(
@@ -259,3 +266,14 @@ def test_ignored_entries_must_be_there_and_unread() -> None:
         without_entries(config, ["alpha", "beta"])
     with pytest.raises(MegacoreError, match="got hidden_size, which a llama model of megacore"):
         without_entries(config, ["hidden_size"])
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_setting_of_an_import_has_an_effect(name: str, coef: float) -> None:
+    loss = {"output_router_logits": True, "router_aux_loss_coef": coef}
+    config = tiny_config(name)
+    config |= {key: value for key, value in loss.items() if key in config}
+    values = import_values(*sections_from_hf(config))
+    done = resolve(Config.model_validate(values), 1, cuda=False)
+    assert not [note for note in done.notes if "no effect" in note]
