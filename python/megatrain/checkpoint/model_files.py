@@ -72,12 +72,15 @@ def files_of_model(folder: Path) -> Files:
     """Return the files of a model beside its weights: those kept with a run, or of Hugging Face.
 
     Raises:
-        MegacoreError: If the tensors of a Hugging Face folder cannot be read.
+        MegacoreError: If the tensors of a Hugging Face folder cannot be read, or its
+            ``generation_config.json`` is not an object, which an export would refuse.
     """
     files: dict[str, Path | str] = {
         name: folder / name for name in _OF_MODEL if (folder / name).is_file()
     }
     if folder.name != FOLDER_NAME and CONFIG_NAME in files:
+        if GENERATION_NAME in files:
+            read_object(folder / GENERATION_NAME)
         files[DTYPES_NAME] = json_text(
             open_tensors(folder, read_object(folder / CONFIG_NAME)).dtypes()
         )

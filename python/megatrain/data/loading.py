@@ -38,6 +38,7 @@ from megatrain.data.sources import (
     indexed_source,
     load_tokens,
 )
+from megatrain.data.special_tokens import BYTES
 from megatrain.data.stream import TokenRange, TokenSource
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -250,6 +251,13 @@ def open_source(
         opened = _open_text(source, tokenizer, data, progress)
     count = min(CHECKED_TOKENS, opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
+    used = opened.tokenizer
+    if used is not None and used.name == BYTES and vocab_size > used.vocab_size:
+        note = (
+            f"{source.label}: text is read as bytes, {used.vocab_size} of the {vocab_size:,} ids "
+            "of model.vocab_size; if the model has a tokenizer, set data.tokenizer"
+        )
+        return replace(opened, notes=(*opened.notes, note))
     return opened
 
 

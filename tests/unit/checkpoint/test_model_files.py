@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megacore.errors import MegacoreError
 from megatrain.checkpoint.model_files import model_folder
 from megatrain.checkpoint.tokenizer_files import files_of_folder
 from megatrain.cli import main
@@ -172,6 +173,23 @@ def test_an_export_ends_at_the_token_that_the_imported_folder_states(
         assert {name: written[name] for name in generation} == generation
     assert generated(back, 7) == 1
     assert generated(back, 5) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"generation_config\.json must hold an object"),
+        ("{", r"cannot read .*generation_config\.json"),
+    ],
+)
+def test_files_that_an_export_cannot_read_are_refused_at_the_import(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    (tmp_path / "theirs" / "generation_config.json").write_text(text)
+    with pytest.raises(MegacoreError, match=message):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize("name", {MODELS[name][0]: name for name in reversed(MODELS)}.values())

@@ -145,6 +145,17 @@ def test_text_in_memory_has_the_tokens_of_transformers(tmp_path: Path) -> None:
     assert load_tokens(str(folder), load_tokenizer("bytes")).notes == ()
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_bytes_for_a_model_with_a_larger_vocabulary_are_noted(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_text(json.dumps({"text": "the quick dog"}) + "\n")
+    config = DataConfig(source=str(path), cache=str(tmp_path / "cache"), split="1,0")
+    for vocab_size, count in ((None, 0), (256, 0), (420, 1)):
+        notes = load_data(config, seq_length=2, seed=0, vocab_size=vocab_size).notes
+        found = [note for note in notes if "256 of the 420 ids of model.vocab_size" in note]
+        assert len(found) == count
+
+
 def test_files_without_the_first_token_are_noted(tmp_path: Path) -> None:
     save_llama_like(tmp_path)
     config = DataConfig(source=str(tmp_path / "x"), tokenizer=str(tmp_path), split="1,0")
