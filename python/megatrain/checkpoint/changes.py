@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import filecmp
 import json
 import math
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megacore.optim import learning_rate
+from megacore.optim import RateOptions, learning_rate
 from megatrain.checkpoint.format import read_index
 from megatrain.checkpoint.model_files import with_tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
@@ -43,7 +44,7 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
 # Those of [train] that a run has from its start to its end.
 _IDENTITY = frozenset({"seed", "global_batch_size"})
 # Settings that the learning rate is a function of, beside ``train.steps``; noted in one line.
-_RATE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps")
+_RATE = tuple(field.name for field in dataclasses.fields(RateOptions))
 _LONGEST_VALUE = 60
 
 
