@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -67,3 +68,11 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     for page in (ROOT / "docs").glob("*.md"):
         assert f" {page.name}\n" in nav, page.name
+
+
+def test_files_of_the_page_on_extending_exist() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text()
+    roots = ("cpp", "cuda", "docs", "python", "scripts", "tests")
+    named = {name for name in re.findall(r"`([\w./-]+)`", page) if name.split("/")[0] in roots}
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
