@@ -18,7 +18,7 @@ MLA = {"kv_rank": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 8}
 MODELS: list[dict[str, Any]] = [
     {},
     {"tie_embeddings": False, "num_kv_heads": 4, "norm": "layernorm"},
-    {"qkv_bias": True, "output_bias": True, "qk_norm": True, "attention_sinks": True},
+    {"qkv_bias": True, "output_bias": True, "qk_norm": "head", "attention_sinks": True},
     {"qk_norm": "full", "norm_position": "after", "tie_embeddings": False},
     {"mla": MLA, "num_kv_heads": None, "num_mtp_layers": 2},
     {
