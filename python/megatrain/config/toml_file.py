@@ -16,6 +16,9 @@ from megacore.suggest import closest_matches
 from megatrain.config.base import split_key
 from megatrain.config.sections import Config, section_classes
 
+# The description of a model in the folder format of Hugging Face.
+_HF_CONFIG = "config.json"
+
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the contents of a TOML file, and the file and line of every key.
@@ -32,11 +35,22 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        if path.name == _HF_CONFIG:
+            raise ConfigError(_explain_model(path.parent)) from None
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return data, {key: f"{path}:{line}" for key, line in key_lines(text).items()}
 
 
+def _explain_model(folder: Path) -> str:
+    return (
+        f"{folder} is a model in the format of Hugging Face, not a TOML file; "
+        f"megacore import-hf {folder} OUT makes OUT/config.toml"
+    )
+
+
 def _explain_unreadable(path: Path, error: OSError) -> str:
+    if (path / _HF_CONFIG).is_file():
+        return _explain_model(path)
     if path.is_dir():
         return f"{path} is a folder, not a TOML file{_list_toml(path)}"
     if isinstance(error, FileNotFoundError):

@@ -206,6 +206,17 @@ def test_a_plan_of_what_cannot_be_imported_says_why(
     assert "is a folder, not a TOML file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["", "config.json"])
+@pytest.mark.parametrize("command", [["train"], ["data", "show"]])
+def test_a_command_for_a_configuration_names_the_import_of_a_model(
+    command: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder("llama", tmp_path)
+    capsys.readouterr()
+    assert main([*command, str(tmp_path / file)]) == 2
+    assert f"megacore import-hf {tmp_path} OUT makes OUT/config.toml" in capsys.readouterr().err
+
+
 def test_entries_are_ignored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, out = tmp_path / "theirs", tmp_path / "ours"
     make_folder("llama", theirs)
