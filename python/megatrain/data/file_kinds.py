@@ -69,6 +69,11 @@ _HARMLESS_SUFFIXES = {
     **dict.fromkeys((".md5", ".sha1", ".sha256", ".crc", ".asc", ".sig"), "a checksum"),
     **dict.fromkeys((".yaml", ".yml", ".toml", ".ini", ".cfg", ".lock", ".dvc"), "settings"),
 }
+# Names that programs give to copies and to files that they have not finished.
+_UNFINISHED = re.compile(
+    r".*(~|\.(bak|backup|old|orig|tmp|temp|swp|part|partial|crdownload|download|incomplete))",
+    re.IGNORECASE,
+)
 
 
 class RefusedError(Exception):
@@ -166,6 +171,11 @@ def describes_data(path: Path) -> str:
 def is_page(path: Path) -> bool:
     """Return whether a file of text is a page or a script rather than a ``.txt`` file."""
     return _suffix(path) not in _TEXT_SUFFIXES
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a file's name is that of a copy or of an unfinished file."""
+    return _UNFINISHED.fullmatch(path.name) is not None
 
 
 def is_harmless(path: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megatrain.data.file_kinds import (
     file_kind,
     is_harmless,
     is_page,
+    is_unfinished,
     kind_of_file,
 )
 from megatrain.data.indexed import indexed_prefix
@@ -99,6 +100,9 @@ def find_files(source: Path, kind: FileKind | None = None) -> FoundFiles:
         if reason or (reason := describes_data(path)):
             left_out.append(f"{name} ({reason})")
             continue
+        if kind is None and is_unfinished(path):
+            refused.append(f"{name} (by its name, a copy or an unfinished file)")
+            continue
         try:
             kinds[path] = file_kind(path, kind)
         except RefusedError as error:
@@ -109,6 +113,10 @@ def find_files(source: Path, kind: FileKind | None = None) -> FoundFiles:
             f"data source {source} holds files that cannot be read: {_some(refused)}; move them "
             "away, or give the files to read"
         )
+    for path in _links_to(kinds):
+        name = path.relative_to(source).as_posix()
+        left_out.append(f"{name} (a link to a file that is read under another name)")
+        del kinds[path]
     if kind is None and any(found != "text" for found in kinds.values()):
         pages = [path for path, found in kinds.items() if found == "text" and is_page(path)]
         for path in pages:
@@ -118,6 +126,17 @@ def find_files(source: Path, kind: FileKind | None = None) -> FoundFiles:
         found = f"left out: {_some(left_out)}" if left_out else "found no files"
         raise DataError(f"data source {source} has no text: {found}")
     return FoundFiles(files=tuple(kinds), left_out=tuple(left_out))
+
+
+def _links_to(files: Iterable[Path]) -> list[Path]:
+    """Return the links among files to others of them."""
+    found, links = set[Path](), list[Path]()
+    for path in sorted(files, key=Path.is_symlink):  # files before links
+        target = path.resolve()
+        if path.is_symlink() and target in found:
+            links.append(path)
+        found.add(target)
+    return links
 
 
 def _walk(folder: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tarfile
 from collections.abc import Callable
@@ -259,6 +260,31 @@ def test_a_folder_of_a_download_trains_on_its_data_only(
         DataConfig(source=str(folder), cache=str(tmp_path / "cache")), seq_length=1, seed=0
     )
     assert data.notes[0].startswith(f"{folder}: left out: .gitattributes (hidden), LICENSE (a desc")
+
+
+def test_links_to_files_of_the_folder_are_named_and_left_out(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere.jsonl"
+    folder.mkdir()
+    for path in (folder / "b.jsonl", elsewhere):
+        path.write_text(json.dumps({"text": path.stem}) + "\n")
+    for name, target in {"a": "b.jsonl", "c": elsewhere, "d": elsewhere, "e": "c.jsonl"}.items():
+        (folder / f"{name}.jsonl").symlink_to(target)
+    found = find_files(folder)
+    assert [path.name for path in found.files] == ["b.jsonl", "c.jsonl"]
+    reason = "a link to a file that is read under another name"
+    assert found.left_out == tuple(f"{name}.jsonl ({reason})" for name in "ade")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.bak", "a.jsonl~", "a.json.part", "a.json.crdownload", "a.jsonl.gz.tmp"]
+)
+def test_copies_and_unfinished_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    for each in ("a.jsonl", name):
+        (tmp_path / each).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=rf"{re.escape(name)} \(by its name, a copy or an unf"):
+        find_files(tmp_path)
+    assert find_files(tmp_path / name).files == (tmp_path / name,)  # meant
+    assert len(find_files(tmp_path, "jsonl").files) == 2
 
 
 JSON_ERRORS = [
