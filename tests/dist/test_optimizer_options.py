@@ -103,7 +103,7 @@ def test_instances_must_divide_the_data_parallel_ranks() -> None:
     assert all("must divide the 2" in message for message in run_ranks(2, bad_split))
     with pytest.raises(ConfigError, match=r"num_instances = 3 .* does not divide 4, .*dp 4"):
         make_config(4, {"optimizer.num_instances": 3})
-    with pytest.raises(ConfigError, match="num_instances = 'each': must be a whole number"):
+    with pytest.raises(ConfigError, match="num_instances must be a valid integer, got 'each'"):
         OptimizerConfig(num_instances="each")  # type: ignore[arg-type]
 
 

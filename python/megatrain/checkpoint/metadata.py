@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -83,6 +84,13 @@ _VALUES: Mapping[tuple[str, str], type] = {
 }
 
 
+def _enum_member(kind: type, name: str) -> int:
+    """Stand-in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickles members of enums."""
+    if kind is not int or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise CheckpointError(f"it refers to an unknown attribute {name!r} of {kind!r}")
+    return int(_MEM_FORMAT_ENCODING[name].value)
+
+
 class _Unpickler(PlainUnpickler):
     """Unpickler of the few names that torch's metadata consists of."""
 
@@ -91,6 +99,8 @@ class _Unpickler(PlainUnpickler):
             return _Record
         if (module, name) in _VALUES:
             return _VALUES[module, name]
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         value = getattr(torch, name, None) if module == "torch" and "." not in name else None
         if isinstance(value, torch.dtype):
             return value

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -79,6 +80,23 @@ def test_paths_of_every_python_are_read_and_none_is_written(tmp_path: Path) -> N
     for module in (b"pathlib", b"pathlib._local"):
         _replace_metadata(folder, plain.replace(b"cpathlib\n", b"c" + module + b"\n"))
         load_checkpoint(folder, small_pieces(), groups=GROUPS)
+
+
+def test_members_of_enums_are_read_as_every_python_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_small(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(  # as Python 3.11.0 to 3.11.3
+            _MEM_FORMAT_ENCODING,
+            "__reduce_ex__",
+            lambda self, _: (getattr, (type(self), self.name)),
+        )
+        old = pickle.dumps(metadata)
+    assert b"getattr" in old
+    _replace_metadata(folder, old)
+    load_checkpoint(folder, small_pieces(), groups=GROUPS)
 
 
 # Hand-written opcodes: names with dots, the extension registry, and persistent ids.
