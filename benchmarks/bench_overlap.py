@@ -4,7 +4,7 @@
 
 Four gloo ranks (pp 2 x ep 2) train the same model one pass after another, with passes in pairs
 (``pipeline.overlap_moe``) and with gradients of weights in the exchanges as well
-(``pipeline.overlap_moe = "split"``), taking turns. Loopback is much faster than a network, so every
+(``pipeline.pairs = "split"``), taking turns. Loopback is much faster than a network, so every
 exchange of rows is also given a latency: whoever waits for it sleeps until that time has passed
 since its start. A sleeping rank uses no core; what is hidden is the latency, not work.
 """
