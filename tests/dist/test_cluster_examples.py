@@ -37,8 +37,6 @@ source = "{folder}/text.txt"
 
 [run]
 plain = true
-
-[debug]
 backend = "gloo"
 """
 # Starts two tasks with the variables that srun sets, passes no signal on, and returns the largest
