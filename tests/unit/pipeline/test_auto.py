@@ -205,13 +205,13 @@ def test_a_certificate_reads_like_a_verdict_and_survives_pickling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "num_ranks", "num_microbatches", "memory_limit", "send", "split"),
+    ("placement", "num_ranks", "num_microbatches", "memory_limit", "send", "split", "gap"),
     [
-        ("v", 8, 64, 24, 0.1, False),
-        ("v", 8, 32, 32, 0.05, False),
-        ("v", 8, 8, 16, 0.1, True),
-        ("v", 16, 16, 32, 0.1, True),
-        ("loop", 4, 16, 8, 0.05, False),
+        ("v", 8, 64, 24, 0.1, False, 0.01),
+        ("v", 8, 32, 32, 0.05, False, 0.01),
+        ("v", 8, 8, 16, 0.1, True, 0.023),
+        ("v", 16, 16, 32, 0.1, True, 0.027),
+        ("loop", 4, 16, 8, 0.05, False, 0.016),
     ],
 )
 def test_cells_that_are_hard_to_fill_come_near_their_bound(
@@ -221,6 +221,7 @@ def test_cells_that_are_hard_to_fill_come_near_their_bound(
     memory_limit: int,
     send: float,
     split: bool,
+    gap: float,
 ) -> None:
     schedule = build_schedule(
         "auto",
@@ -233,7 +234,7 @@ def test_cells_that_are_hard_to_fill_come_near_their_bound(
         split_backward=split,
     )
     certificate = certificate_of(schedule)
-    assert certificate.gap <= 0.03
+    assert certificate.gap <= gap
     assert schedule.simulate(Costs(send=send)).makespan == pytest.approx(certificate.makespan)
     schedule.validate(memory_limit=memory_limit)
 
