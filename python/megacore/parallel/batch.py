@@ -123,7 +123,7 @@ class Microbatch:
         number: Index of the microbatch in the step on this rank, which selects the graphs of
             captured layers; ``None`` runs them eagerly.
         keys: Keys of the step's random numbers on the device, for code that may be captured.
-        documents: Attention does not cross documents; ``None``: each sample is one.
+        documents: Documents, which attention does not cross; ``None``: each sample is one.
         lengths: Tokens of each sample before its padding, ``(B,)``, int64; ``None`` without padding
             in the data. Routers leave padding out of losses, counts, capacities and dispatch.
 

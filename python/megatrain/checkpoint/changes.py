@@ -25,11 +25,7 @@ _COMPARED: Mapping[str, frozenset[str]] = {
             *("callbacks", "on_spike", "max_skipped_steps", "eval_steps"),
         }
     ),
-    "debug": frozenset(
-        {
-            *("router_fp32", "force_balanced", "replay_routing"),
-        }
-    ),
+    "debug": frozenset({"router_fp32", "force_balanced", "replay_routing"}),
 }
 # In these sections, all others do: those named are used at the start of a fresh run only, or affect
 # speed and memory.

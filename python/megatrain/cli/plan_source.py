@@ -10,9 +10,6 @@ from pathlib import Path
 from megatrain.cli.train import load_with_nproc
 from megatrain.config import Config, config_from_values
 
-# Not from `hf_folder`, which imports torch: a TOML file is planned without it.
-_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
-
 # Sequences of a batch for each process unless set: config.json has no batch.
 _PER_PROCESS = 4
 
@@ -28,12 +25,14 @@ def load_planned(args: argparse.Namespace) -> Config:
         MegacoreError: As in `load_config` and `sections_from_hf`.
     """
     path: Path = args.config
-    is_folder = path.is_dir() and any((path / name).is_file() for name in (_CONFIG, _ADAPTER))
-    if not is_folder and path.suffix != ".json":
+    is_folder = path.is_dir()
+    if not is_folder and path.suffix != ".json":  # without torch, which the rest imports
         return load_with_nproc(args, option="--world-size")
     from megatrain.hf.settings import import_values, sections_from_hf
-    from megatrain.hf_folder import read_config, read_object
+    from megatrain.hf_folder import is_model_folder, read_config, read_object
 
+    if is_folder and not is_model_folder(path):
+        return load_with_nproc(args, option="--world-size")
     hf_config = read_config(path) if is_folder else read_object(path)
     model, moe = sections_from_hf(hf_config)
     values = import_values(model, moe)

@@ -45,12 +45,12 @@ class SpecialTokens:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer puts ``bos_id`` before a text by itself."""
+        """True if the tokenizer puts ``bos_id`` before a text by itself."""
         return self.bos_id is not None and self.before[-1:] == (self.bos_id,)
 
     @property
     def adds_eos(self) -> bool:
-        """Whether the tokenizer puts ``eos_id`` after a text by itself."""
+        """True if the tokenizer puts ``eos_id`` after a text by itself."""
         return self.eos_id is not None and self.after[:1] == (self.eos_id,)
 
 

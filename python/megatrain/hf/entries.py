@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = frozenset(
         "transformers.js_config",
     }
 )
-# What is true of all families, if an entry states it.
+# Entries that other programs write, with the only value that is true of all families.
 _STATED: Mapping[str, Any] = {"is_causal": True}
 _HARMLESS_STARTS = ("_", "unsloth_")
 # Settings of `generate`, which `transformers` 4 wrote into config.json.
@@ -140,7 +140,7 @@ def longest_unchunked(config: Mapping[str, Any]) -> int | None:
 
 
 def without_entries(config: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
-    """Return a ``config.json`` without entries that someone says have no effect.
+    """Return a ``config.json`` without the entries that a user declares to have no effect.
 
     Args:
         config: Content of ``config.json``.

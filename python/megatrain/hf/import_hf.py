@@ -11,7 +11,6 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -389,8 +388,9 @@ def open_folder(
     model, moe = sections_from_hf(config, seq_length=seq_length)
     files = open_tensors(folder, config)
     notes: tuple[str, ...] = (files.note(),) if isinstance(files, QuantizedFiles) else ()
+    names = files.keys()
     count, prefixes = 0, tuple(f"model.layers.{layer}." for layer in model.mtp_layers)
-    if prefixes and not any(map(methodcaller("startswith", prefixes), files.keys())):
+    if prefixes and not any(name.startswith(prefixes) for name in names):
         count = model.num_mtp_layers
         config |= {MTP_COUNT: 0}
         model, moe = sections_from_hf(config, seq_length=seq_length)

@@ -353,7 +353,7 @@ def _enough(spec: RunSpec) -> int:
     """
     group = spec.group_size or 1
     few, more = (-(-times * max(spec.pp, group) // group) * group for times in (3, 5))
-    if more > spec.microbatches or spec.schedule in SEARCHED or spec.schedule_file is not None:
+    if more > spec.microbatches or spec.schedule == SEARCHED or spec.schedule_file is not None:
         return spec.microbatches
     peaks = [_peaks(schedule_shape(spec, count)) for count in (few, more)]
     return few if peaks[0] == peaks[1] else spec.microbatches
