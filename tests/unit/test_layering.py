@@ -35,7 +35,7 @@ PIPELINE_MAY_INCLUDE = {
 # Each layer may import every layer that is in an earlier row, and itself. The trainer imports the
 # engine; the engine imports nothing of the trainer.
 ENGINE_LAYERS = [
-    {"_core", "_cuda"},
+    {"_core", "_cuda", "_ops"},
     {"errors", "lazy", "options", "suggest"},
     {"ops", "calls"},
     {"parallel"},

@@ -1,7 +1,12 @@
-"""The extension modules tie to no torch version and load on a machine without a GPU or driver."""
+"""The extension modules tie to no torch version and load on a machine without a GPU or driver.
+
+`_core` and `_cuda` do not link torch. `_ops` links libtorch_cpu.so for functions of torch's stable
+C interface, of which it may use those that torch 2.11 has.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +14,10 @@ from pathlib import Path
 import pytest
 
 import megacore._core
+import megacore._ops
+
+FUNCTIONS = Path(__file__).parents[1] / "golden" / "torch_2_11_functions.txt"
+OPS = Path(megacore._ops.__file__)
 
 
 def module_files() -> list[Path]:
@@ -42,3 +51,45 @@ def test_module_imports_without_torch(path: Path) -> None:
         f"importlib.import_module('megacore.{name}')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def undefined_symbols(path: Path) -> set[str]:
+    output = subprocess.run(
+        ["nm", "-D", "--undefined-only", path], check=True, capture_output=True, text=True
+    ).stdout
+    return {line.split()[-1].partition("@")[0] for line in output.splitlines()}
+
+
+def test_operations_use_functions_of_the_oldest_supported_torch_only() -> None:
+    # The names were read from libtorch_cpu.so of torch 2.11.0 for Linux x86-64.
+    known = set(FUNCTIONS.read_text().split())
+    used = undefined_symbols(OPS)
+    assert "torch_library_impl" in used
+    assert {name for name in used if re.search("torch|c10|2at", name)} <= known
+
+
+def test_operations_name_the_library_of_torch_and_no_folder_of_it() -> None:
+    output = subprocess.run(
+        ["readelf", "-d", OPS], check=True, capture_output=True, text=True
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", output)
+    assert [name for name in needed if "torch" in name or "c10" in name] == ["libtorch_cpu.so"]
+    assert "RPATH" not in output
+    assert "RUNPATH" not in output
+
+
+def test_operations_are_registered_before_or_after_their_schemas() -> None:
+    for order in ("megacore._ops, megacore.ops.dense", "megacore.ops.dense, megacore._ops"):
+        code = (
+            f"import torch, {order}; from megacore.ops.dense import rms_norm; "
+            "assert rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_operations_without_torch_are_refused() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import megacore._ops"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "ImportError: libtorch_cpu.so" in result.stderr

@@ -9,7 +9,6 @@ Shapes: M rows, H width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from megacore.ops.register import (
     ALIGNMENT,
     DTYPES,
     aligned,
+    define_compiled,
     define_gradient,
-    define_op,
-    native,
+    launch,
 )
-
-Kernel = Callable[..., None]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -149,27 +146,24 @@ def _cuda_fits(x: Tensor, *args: Any) -> bool:
     return 0 < num_bytes <= limit and num_bytes % ALIGNMENT == 0
 
 
-def _run_norm(kernel: Kernel, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = x.contiguous() if x.is_cpu else aligned(x)
-    return _normalize(kernel, x, weight, eps)
+def _run_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _normalize(aligned(x), weight, eps)
 
 
-def _run_sum(
-    kernel: Kernel, x: Tensor, added: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    x, added = (x.contiguous(), added.contiguous()) if x.is_cpu else (aligned(x), aligned(added))
+def _run_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, added = aligned(x), aligned(added)
     total = torch.empty_like(x)
     addresses = {"added": added.data_ptr(), "sum": total.data_ptr()}
-    return total, *_normalize(kernel, x, weight, eps, **addresses)
+    return total, *_normalize(x, weight, eps, **addresses)
 
 
-def _normalize(
-    kernel: Kernel, x: Tensor, weight: Tensor, eps: float, **addresses: int
-) -> tuple[Tensor, Tensor]:
-    weight = weight.contiguous() if x.is_cpu else aligned(weight)
+def _normalize(x: Tensor, weight: Tensor, eps: float, **addresses: int) -> tuple[Tensor, Tensor]:
+    weight = aligned(weight)
     y = torch.empty_like(x)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    kernel(
+    launch(
+        "rms_norm",
+        x,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         eps=eps,
@@ -178,14 +172,12 @@ def _normalize(
         rows=scale.numel(),
         width=x.shape[-1],
         dtype=DTYPES[x.dtype],
-        num_threads=torch.get_num_threads(),
         **addresses,
     )
     return y, scale
 
 
 def _run_backward(
-    kernel: Kernel,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -194,20 +186,20 @@ def _run_backward(
     of_weight: bool,
     grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    contiguous = Tensor.contiguous if x.is_cpu else aligned
-    grad, x, weight, scale = contiguous(grad), contiguous(x), contiguous(weight), scale.contiguous()
-    grad_sum = None if grad_sum is None else contiguous(grad_sum)
-    sizes = {"rows": scale.numel(), "width": x.shape[-1], "dtype": DTYPES[x.dtype]}
+    grad, x, weight, scale = aligned(grad), aligned(x), aligned(weight), scale.contiguous()
+    grad_sum = None if grad_sum is None else aligned(grad_sum)
+    sizes: dict[str, Any] = {
+        "rows": scale.numel(),
+        "width": x.shape[-1],
+        "dtype": DTYPES[x.dtype],
+    }
     grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
-    # On CPUs the sums over rows are float32; GPUs form them in a workspace.
-    sums = scale if x.is_cpu else weight
-    grad_weight = sums.new_empty(weight.shape if of_weight else (0,))
-    workspace = {}
-    if x.is_cuda:
-        num_partial = cuda_kernels().norm_partial_rows(**sizes) if of_weight else 0
-        partial_sums = scale.new_empty(num_partial, x.shape[-1])
-        workspace["partial_sums"] = partial_sums.data_ptr()
-    kernel(
+    grad_weight = weight.new_empty(weight.shape if of_weight else (0,))
+    num_partial = cuda_kernels().norm_partial_rows(**sizes) if of_weight else 0
+    partial_sums = scale.new_empty(num_partial, x.shape[-1])
+    launch(
+        "rms_norm_backward",
+        x,
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -215,11 +207,10 @@ def _run_backward(
         grad_x=grad_x.data_ptr() if of_x else 0,
         grad_weight=grad_weight.data_ptr() if of_weight else 0,
         grad_sum=0 if grad_sum is None else grad_sum.data_ptr(),
-        **workspace,
+        partial_sums=partial_sums.data_ptr(),
         **sizes,
-        num_threads=torch.get_num_threads(),
     )
-    return grad_x, grad_weight.to(weight.dtype)
+    return grad_x, grad_weight
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -250,27 +241,32 @@ def _rms_norm_backward_fake(
     return grad_x if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else (0,))
 
 
-_rms_norm = define_op(
+_rms_norm = define_compiled(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    **native("rms_norm", _run_norm, rms_norm_reference, fits=_fits, cuda_fits=_cuda_fits),
+    cuda=_run_norm,
+    reference=rms_norm_reference,
     fake=_rms_norm_fake,
+    fits=_fits,
+    cuda_fits=_cuda_fits,
+    has_gradient=True,
 )
-_add_rms_norm = define_op(
+_add_rms_norm = define_compiled(
     "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    **native("rms_norm", _run_sum, _add_rms_norm_reference, fits=_sum_fits, cuda_fits=_cuda_fits),
+    cuda=_run_sum,
+    reference=_add_rms_norm_reference,
     fake=_add_rms_norm_fake,
+    fits=_sum_fits,
+    cuda_fits=_cuda_fits,
+    has_gradient=True,
 )
-_rms_norm_backward = define_op(
+_rms_norm_backward = define_compiled(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
     "bool of_weight, Tensor? grad_sum=None) -> (Tensor, Tensor)",
-    **native(
-        "rms_norm_backward",
-        _run_backward,
-        _rms_norm_backward_reference,
-        fits=_backward_fits,
-        cuda_fits=_cuda_fits,
-    ),
+    cuda=_run_backward,
+    reference=_rms_norm_backward_reference,
     fake=_rms_norm_backward_fake,
+    fits=_backward_fits,
+    cuda_fits=_cuda_fits,
 )
 
 

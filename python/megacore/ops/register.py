@@ -1,8 +1,9 @@
 """Registration of operations in torch: schema, one implementation per device, shapes.
 
 Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
-implementation from the device of the tensors. :func:`native` makes both from one function that
-calls a kernel, which has the same name and arguments in ``_core`` and ``_cuda``.
+implementation from the device of the tensors. :func:`define_compiled` chooses there between a
+kernel, which is ``megacore::_<name>`` of ``_ops`` on CPUs, and a reference in torch. :func:`native`
+does so for kernels that have the same name and arguments in ``_core`` and ``_cuda``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any, TypedDict
 import torch
 from torch.autograd.function import once_differentiable
 
-from megacore import _core
+from megacore import (
+    _core,
+    _ops,  # noqa: F401  registers its operations
+)
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
@@ -31,34 +35,37 @@ class Operation:
 
     torch's dispatch of an operation with Python implementations takes longer than many operations
     of a small model. A call that nothing observes goes to the implementation: no compiler,
-    profiler or dispatch mode, tensors of no subclass, on the CPU.
+    profiler or dispatch mode, and tensors of no subclass.
     """
 
-    def __init__(self, name: str, cpu: Callable[..., Any]) -> None:
+    def __init__(self, name: str, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
         self.name = f"megacore::{name}"
         self._op: Callable[..., Any] = getattr(torch.ops.megacore, name).default
         self._cpu = cpu
+        self._cuda = cuda
         self._differentiable: Callable[..., Any] | None = None
 
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:
         """Call the operation; its first argument is a tensor."""
         if not _is_unobserved(first):
             return self._op(first, *others)
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            for x in (first, *others):
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    return (self._differentiable or self._op)(first, *others)
-        return self._cpu(first, *others)
+        if (
+            _is_grad_enabled()
+            and (first.requires_grad or _require_grad(others))
+            and not torch.is_inference_mode_enabled()
+        ):
+            return (self._differentiable or self._op)(first, *others)
+        return (self._cpu if first.is_cpu else self._cuda)(first, *others)
 
     def set_gradient(
         self, backward: Callable[..., Any], setup_context: Callable[..., None]
     ) -> None:
         """Set the derivative, as in `define_gradient`."""
-        cpu = self._cpu
+        cpu, cuda = self._cpu, self._cuda
         checked = once_differentiable(backward)
 
         def forward(ctx: Any, *args: Any) -> Any:
-            output = cpu(*args)
+            output = (cpu if args[0].is_cpu else cuda)(*args)
             setup_context(ctx, args, output)
             return output
 
@@ -81,6 +88,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _tracing_state = torch._C._get_tracing_state
+_is_grad_enabled = torch.is_grad_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -88,7 +96,7 @@ def _is_unobserved(first: torch.Tensor) -> bool:
     return (
         not _is_compiling()
         and type(first) in _PLAIN
-        and first.is_cpu
+        and (first.is_cpu or first.is_cuda)
         and _num_dispatch_modes() == 0
         and not _is_profiled()
         and not _is_transformed()
@@ -112,12 +120,94 @@ def define_op(
         cuda: Implementation for CUDA tensors.
         fake: Returns empty results of the right shapes and dtypes.
     """
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    name = _define(schema, fake)
     _LIBRARY.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]
+    return Operation(name, cpu, cuda)
+
+
+def _define(schema: str, fake: Callable[..., Any]) -> str:
+    """Register the schema of an operation, and return its name."""
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
-    return Operation(name, cpu)
+    return name
+
+
+def define_compiled(
+    schema: str,
+    *,
+    cuda: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    fits: Callable[..., bool] | None = None,
+    cuda_fits: Callable[..., bool] | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
+    has_gradient: bool = False,
+) -> Operation:
+    """Register an operation whose kernel for CPUs is in ``_ops``, and return it.
+
+    The kernel is the operation ``megacore::_<name>`` with the same schema; see `compiled`.
+
+    Args:
+        schema: Name, arguments and results in torch's schema language.
+        cuda: The operation by a kernel of ``_cuda``.
+        reference: The operation with torch operations, where no kernel takes the arguments.
+        fake: Returns empty results of the right shapes and dtypes.
+        fits: Returns whether the kernels take the arguments. Default: always.
+        cuda_fits: Returns whether the GPU's kernel takes arguments that fit. Default: always.
+        dtypes: Supported dtypes of the first argument. Default: those of ``DTYPES`` on GPUs and of
+            ``CPU_DTYPES`` on CPUs.
+        has_gradient: `define_gradient` follows.
+    """
+    kernel = compiled(schema, fake)
+    cpu_dtypes = CPU_DTYPES if dtypes is None else dtypes
+    cuda_dtypes = DTYPES if dtypes is None else dtypes
+
+    def call_cpu(first: torch.Tensor, *args: Any) -> Any:
+        if first.dtype not in cpu_dtypes or not (fits is None or fits(first, *args)):
+            return reference(first, *args)
+        return kernel(first, *args)
+
+    def call_cuda(first: torch.Tensor, *args: Any) -> Any:
+        if (
+            not has_cuda_kernels()
+            or first.dtype not in cuda_dtypes
+            or not (fits is None or fits(first, *args))
+            or not (cuda_fits is None or cuda_fits(first, *args))
+        ):
+            return reference(first, *args)
+        return cuda(first, *args)
+
+    op = define_op(schema, cpu=call_cpu, cuda=call_cuda, fake=fake)
+    if not has_gradient:
+        without_gradient(schema.split("(", 1)[0])
+    return op
+
+
+def compiled(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register the schema of an operation of ``_ops`` by the name ``_<name>`` and return it.
+
+    It is called without the checks of torch's Python code, takes positional arguments only, and
+    has no derivative.
+    """
+    name = _define(f"_{schema}", fake)
+    without_gradient(name)
+    kernel: Callable[..., Any] = getattr(torch.ops.megacore, name).default._op
+    return kernel
+
+
+def without_gradient(name: str) -> None:
+    """Let calls of an operation pass autograd, which would else add a hook to each result."""
+    fallthrough = torch.library.fallthrough_kernel
+    _LIBRARY.impl(name, fallthrough, "Autograd")  # type: ignore[no-untyped-call]
+
+
+def _require_grad(arguments: tuple[Any, ...]) -> bool:
+    for x in arguments:  # noqa: SIM110  any() of a generator takes longer
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 class Implementations(TypedDict):

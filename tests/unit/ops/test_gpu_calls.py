@@ -93,7 +93,8 @@ def gpu_implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., A
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(register, "define_op", collect)
-        patch.setattr(register, "define_gradient", lambda *_: None)
+        for name in ("compiled", "define_gradient", "without_gradient"):
+            patch.setattr(register, name, lambda *_: None)
         for path in MODULES:
             runpy.run_path(str(STUB.parent / path))
     return found

@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.ops import grouped_gemm, permute, sort_by_expert, swiglu, unpermute
+from megacore.ops import (
+    grouped_gemm,
+    permute,
+    routing,  # noqa: F401  registers its operations
+    sort_by_expert,
+    swiglu,
+    unpermute,
+)
 from megacore.ops.dense import rms_norm
 
 

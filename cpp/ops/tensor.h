@@ -1,0 +1,247 @@
+// Tensors of torch in the operations, over its stable C interface.
+//
+//   std::tuple<Tensor, Tensor> halves(Tensor x, std::optional<Tensor> scale, double factor);
+//
+// is implemented for CPUs by kernel_of<halves>, whose arguments and results must be those of the
+// schema in Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool.
+// Operations run without the GIL.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "megacore/base/check.h"
+#include "torch_functions.h"
+
+namespace megacore::ops {
+
+// Throws if a function of torch failed. torch has printed the reason to stderr.
+inline void check_torch(int32_t error, const char* function) {
+  if (error != 0) {
+    throw std::runtime_error(std::string(function) + " of torch failed");
+  }
+}
+
+// Numbers that torch has chosen for dtypes.
+struct DTypes {
+  int32_t float32 = aoti_torch_dtype_float32();
+  int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+  int32_t int64 = aoti_torch_dtype_int64();
+  int32_t boolean = aoti_torch_dtype_bool();
+};
+inline const DTypes kDTypes;
+
+// Owner of a tensor. Copying it would need another handle, so it can only be moved.
+class Tensor {
+ public:
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {
+    int64_t dim = 0;
+    int64_t* sizes = nullptr;
+    check_torch(aoti_torch_get_dim(handle, &dim), "get_dim");
+    check_torch(aoti_torch_get_sizes(handle, &sizes), "get_sizes");
+    check_torch(aoti_torch_get_dtype(handle, &dtype_), "get_dtype");
+    sizes_ = {sizes, static_cast<size_t>(dim)};
+  }
+  Tensor(Tensor&& other) noexcept
+      : handle_(std::exchange(other.handle_, nullptr)),
+        sizes_(other.sizes_),
+        dtype_(other.dtype_) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    sizes_ = other.sizes_;
+    dtype_ = other.dtype_;
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) {
+      aoti_torch_delete_tensor_object(handle_);
+    }
+  }
+
+  AtenTensorHandle handle() const { return handle_; }
+  AtenTensorHandle release() && { return std::exchange(handle_, nullptr); }
+
+  std::span<const int64_t> sizes() const { return sizes_; }
+  int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
+  // REQUIRES: 0 <= axis < dim().
+  int64_t size(int64_t axis) const { return sizes_[static_cast<size_t>(axis)]; }
+  int64_t numel() const {
+    int64_t numel = 0;
+    check_torch(aoti_torch_get_numel(handle_, &numel), "get_numel");
+    return numel;
+  }
+  int32_t dtype() const { return dtype_; }
+  bool has_sizes_of(const Tensor& other) const {
+    return std::equal(sizes_.begin(), sizes_.end(), other.sizes_.begin(), other.sizes_.end());
+  }
+  bool is_contiguous() const {
+    bool is_contiguous = false;
+    check_torch(aoti_torch_is_contiguous(handle_, &is_contiguous), "is_contiguous");
+    return is_contiguous;
+  }
+
+  // REQUIRES: T is the element of the dtype.
+  template <typename T>
+  const T* data() const {
+    const void* data = nullptr;
+    check_torch(torch_get_const_data_ptr(handle_, &data), "get_const_data_ptr");
+    return static_cast<const T*>(data);
+  }
+  template <typename T>
+  T* mutable_data() const {
+    void* data = nullptr;
+    check_torch(torch_get_mutable_data_ptr(handle_, &data), "get_mutable_data_ptr");
+    return static_cast<T*>(data);
+  }
+
+ private:
+  AtenTensorHandle handle_;
+  std::span<const int64_t> sizes_;  // memory of the tensor
+  int32_t dtype_ = 0;
+};
+
+// Elements of an optional tensor; null without one.
+template <typename T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->data<T>() : nullptr;
+}
+
+// The shape as Python writes it.
+inline std::string shape_text(const Tensor& tensor) {
+  std::string text;
+  for (const int64_t size : tensor.sizes()) {
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  }
+  return "(" + text + (tensor.dim() == 1 ? ",)" : ")");
+}
+
+inline constexpr size_t kMaxDim = 64;  // of torch
+
+// New memory on the CPU, contiguous.
+inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype) {
+  MC_REQUIRE(sizes.size() <= kMaxDim, "tensors have at most {} axes, got {}", kMaxDim,
+             sizes.size());
+  std::array<int64_t, kMaxDim> strides;
+  int64_t stride = 1;
+  for (size_t axis = sizes.size(); axis-- > 0;) {
+    strides[axis] = stride;
+    stride *= sizes[axis] > 1 ? sizes[axis] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  check_torch(
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               dtype, aoti_torch_device_type_cpu(), 0, &handle),
+      "empty_strided");
+  return Tensor(handle);
+}
+inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
+  return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype);
+}
+inline Tensor empty_like(const Tensor& tensor) { return empty(tensor.sizes(), tensor.dtype()); }
+
+// The tensor itself if it is contiguous and of the dtype, else a copy.
+inline Tensor contiguous(Tensor tensor, int32_t dtype) {
+  if (tensor.dtype() == dtype && tensor.is_contiguous()) {
+    return tensor;
+  }
+  Tensor copy = empty(tensor.sizes(), dtype);
+  check_torch(aoti_torch_copy_(copy.handle(), tensor.handle(), 0), "copy_");
+  return copy;
+}
+inline Tensor contiguous(Tensor tensor) {
+  const int32_t dtype = tensor.dtype();
+  return contiguous(std::move(tensor), dtype);
+}
+inline std::optional<Tensor> contiguous(std::optional<Tensor> tensor) {
+  return tensor ? std::optional(contiguous(std::move(*tensor))) : std::nullopt;
+}
+
+// Threads that an operation may use.
+inline int num_threads() {
+  uint32_t num_threads = 1;
+  check_torch(torch_get_num_threads(&num_threads), "get_num_threads");
+  return static_cast<int>(num_threads);
+}
+
+// Calls `run` with an element of a dtype; that of bfloat16 is an unsigned integer.
+template <typename Run>
+void for_dtype(int32_t dtype, const Run& run) {
+  if (dtype == kDTypes.float32) {
+    run(float{});
+    return;
+  }
+  MC_REQUIRE(dtype == kDTypes.bfloat16, "dtype must be float32 or bfloat16 on CPUs");
+  run(uint16_t{});
+}
+
+// ---- between torch's stack and C++ --------------------------------------------------------------
+template <typename T>
+struct Argument {
+  static_assert(std::is_same_v<T, double> || std::is_same_v<T, int64_t> || std::is_same_v<T, bool>);
+  static T take(StableIValue value) {
+    T argument;
+    std::memcpy(&argument, &value, sizeof(argument));
+    return argument;
+  }
+};
+template <>
+struct Argument<Tensor> {
+  static Tensor take(StableIValue value) {
+    return Tensor(reinterpret_cast<AtenTensorHandle>(value));
+  }
+};
+template <typename T>
+struct Argument<std::optional<T>> {
+  static std::optional<T> take(StableIValue value) {
+    const auto* held = reinterpret_cast<StableIValue*>(value);
+    if (held == nullptr) {
+      return std::nullopt;
+    }
+    const StableIValue inner = *held;
+    delete held;  // torch has made it by new
+    return Argument<T>::take(inner);
+  }
+};
+
+inline StableIValue give(Tensor tensor) {
+  return reinterpret_cast<StableIValue>(std::move(tensor).release());
+}
+
+// Takes all arguments off the stack before `run` may throw, and puts its results there.
+template <typename Result, typename... Arguments>
+void call(Result (*run)(Arguments...), StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+  constexpr auto kInputs = sizeof...(Arguments);
+  MC_INVARIANT(inputs == kInputs, "an operation has {} arguments, its schema {}", kInputs, inputs);
+  const auto on_arguments = [&]<size_t... kAt>(std::index_sequence<kAt...>) {
+    return std::apply(run, std::tuple<Arguments...>{Argument<Arguments>::take(stack[kAt])...});
+  };
+  constexpr auto kArguments = std::make_index_sequence<kInputs>();
+  uint64_t given = 0;
+  if constexpr (std::is_void_v<Result>) {
+    on_arguments(kArguments);
+  } else if constexpr (std::is_same_v<Result, Tensor>) {
+    stack[given++] = give(on_arguments(kArguments));
+  } else {
+    const auto put = [&](auto&&... results) { ((stack[given++] = give(std::move(results))), ...); };
+    std::apply(put, on_arguments(kArguments));
+  }
+  MC_INVARIANT(outputs == given, "an operation has {} results, its schema {}", given, outputs);
+}
+
+template <auto kRun>
+void kernel_of(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
+  call(kRun, stack, num_inputs, num_outputs);
+}
+
+}  // namespace megacore::ops
