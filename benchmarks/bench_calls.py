@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from _common import finish, header, options, take_turns
-from megacore import _core
 from megacore.ops import dense, gemm
-from megacore.ops.register import Operation, native
 
 CHAIN = 20
 
@@ -38,47 +36,12 @@ class Empty(torch.autograd.Function):
         return grad
 
 
-def norm_by_addresses() -> Operation:
-    """RMSNorm as it was before its kernel was an operation of torch: pybind11, with addresses."""
-
-    def normalize(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x, weight = x.contiguous(), weight.contiguous()
-        y, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        kernel(
-            x=x.data_ptr(), weight=weight.data_ptr(), eps=eps, y=y.data_ptr(),
-            scale=scale.data_ptr(), rows=scale.numel(), width=x.shape[-1], dtype="float32",
-            num_threads=torch.get_num_threads(),
-        )  # fmt: skip
-        return y, scale
-
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        of_x, of_weight = ctx.needs_input_grad[:2]
-        grad = grad.contiguous()
-        grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
-        grad_weight = scale.new_empty(weight.shape if of_weight else (0,))
-        _core.rms_norm_backward(
-            grad_y=grad.data_ptr(), x=x.data_ptr(), weight=weight.data_ptr(),
-            scale=scale.data_ptr(), grad_x=grad_x.data_ptr() if of_x else 0,
-            grad_weight=grad_weight.data_ptr() if of_weight else 0, rows=scale.numel(),
-            width=x.shape[-1], dtype="float32", num_threads=torch.get_num_threads(),
-        )  # fmt: skip
-        return grad_x if of_x else None, grad_weight if of_weight else None, None
-
-    cpu = native("rms_norm", normalize, dense.rms_norm_reference, fits=dense._fits)["cpu"]
-    operation = Operation("rms_norm", cpu, cpu)
-    operation.set_gradient(backward, dense._rms_norm_setup)
-    return operation
-
-
 def norms(rows: int, width: int) -> tuple[Tensor, dict[str, Contender]]:
     x, other, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
-    before = norm_by_addresses()
     return x, {
         "torch.mul": lambda x: torch.mul(x, other),
         "empty autograd.Function": Empty.apply,
         "F.rms_norm": lambda x: torch.nn.functional.rms_norm(x, (width,), weight, 1e-5),
-        "rms_norm through addresses": lambda x: before(x, weight, 1e-5)[0],
         "rms_norm": lambda x: dense.rms_norm(x, weight, 1e-5),
     }
 

@@ -46,6 +46,7 @@ from megacore.moe.dispatchers import (
 from megacore.moe.options import RouterOptions
 from megacore.ops import grouped_gemm, permute, sort_by_expert, swiglu, unpermute
 from megacore.ops.activations import swiglu_reference
+from megacore.ops.grouped_product import grouped_product
 from megacore.ops.permutation import (
     permute_reference,
     sort_by_expert_reference,
@@ -150,8 +151,8 @@ def bench_grouped(arguments: argparse.Namespace, dtype: torch.dtype) -> None:
             grad = torch.randn(sum(counts), width).to(dtype)
 
             def ours_backward(x=x, grad=grad, m_splits=m_splits) -> None:  # type: ignore[no-untyped-def]
-                torch.ops.megacore.grouped_gemm_input_grad(grad, w, m_splits)
-                torch.ops.megacore.grouped_gemm_weight_grad_(grad, x, m_splits, main_grad, True)
+                grouped_product("input_grad", grad, w, m_splits)
+                grouped_product("weight_grad", grad, x, m_splits, out=main_grad, accumulate=True)
 
             runs: dict[str, Callable[[], object]] = {
                 "mm": lambda x=x, counts=counts: mm_loop(x, w, counts),

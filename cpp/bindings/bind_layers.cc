@@ -75,32 +75,6 @@ void bind_layers(py::module_& module) {
       "threshold", "factor", "dtype", "num_threads");
   bind_router(module);
   def_kernel(
-      module, "rms_norm",
-      [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, uintptr_t scale, int64_t rows,
-         int64_t width, std::string_view dtype, int num_threads, uintptr_t added, uintptr_t sum) {
-        for_dtype(dtype, [&]<typename Float>(Float) {
-          layers::rms_norm(pointer<const Float>(x), pointer<const Float>(added),
-                           pointer<const Float>(weight), eps, pointer<Float>(sum),
-                           pointer<Float>(y), pointer<float>(scale), rows, width, num_threads);
-        });
-      },
-      "x", "weight", "eps", "y", "scale", "rows", "width", "dtype", "num_threads",
-      py::arg("added") = 0, py::arg("sum") = 0);
-  def_kernel(
-      module, "rms_norm_backward",
-      [](uintptr_t grad_y, uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_x,
-         uintptr_t grad_weight, int64_t rows, int64_t width, std::string_view dtype,
-         int num_threads, uintptr_t grad_sum) {
-        for_dtype(dtype, [&]<typename Float>(Float) {
-          layers::rms_norm_backward(pointer<const Float>(grad_y), pointer<const Float>(grad_sum),
-                                    pointer<const Float>(x), pointer<const Float>(weight),
-                                    pointer<const float>(scale), pointer<Float>(grad_x),
-                                    pointer<float>(grad_weight), rows, width, num_threads);
-        });
-      },
-      "grad_y", "x", "weight", "scale", "grad_x", "grad_weight", "rows", "width", "dtype",
-      "num_threads", py::arg("grad_sum") = 0);
-  def_kernel(
       module, "split_and_rotate",
       [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
          int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,

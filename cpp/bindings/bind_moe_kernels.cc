@@ -17,47 +17,6 @@ namespace py = pybind11;
 namespace megacore::bindings {
 namespace {
 
-void bind_grouped_gemm(py::module_& module) {
-  using moe::GroupedShape;
-  def_kernel(
-      module, "grouped_gemm",
-      [](uintptr_t x, uintptr_t w, uintptr_t m_splits, uintptr_t y, int64_t num_rows,
-         int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
-         int num_threads) {
-        moe::grouped_gemm(pointer<const float>(x), pointer<const float>(w),
-                          pointer<const int64_t>(m_splits), pointer<float>(y),
-                          GroupedShape{num_rows, num_experts, out_features, in_features},
-                          clear_padding, num_threads);
-      },
-      "x", "w", "m_splits", "y", "num_rows", "num_experts", "out_features", "in_features",
-      "clear_padding", "num_threads");
-  def_kernel(
-      module, "grouped_gemm_input_grad",
-      [](uintptr_t grad_y, uintptr_t w, uintptr_t m_splits, uintptr_t grad_x, int64_t num_rows,
-         int64_t num_experts, int64_t out_features, int64_t in_features, bool clear_padding,
-         int num_threads) {
-        moe::grouped_gemm_input_grad(pointer<const float>(grad_y), pointer<const float>(w),
-                                     pointer<const int64_t>(m_splits), pointer<float>(grad_x),
-                                     GroupedShape{num_rows, num_experts, out_features, in_features},
-                                     clear_padding, num_threads);
-      },
-      "grad_y", "w", "m_splits", "grad_x", "num_rows", "num_experts", "out_features", "in_features",
-      "clear_padding", "num_threads");
-  def_kernel(
-      module, "grouped_gemm_weight_grad",
-      [](uintptr_t grad_y, uintptr_t x, uintptr_t m_splits, uintptr_t grad_w, int64_t num_rows,
-         int64_t num_experts, int64_t out_features, int64_t in_features, bool accumulate,
-         int num_threads) {
-        moe::grouped_gemm_weight_grad(
-            pointer<const float>(grad_y), pointer<const float>(x), pointer<const int64_t>(m_splits),
-            pointer<float>(grad_w), GroupedShape{num_rows, num_experts, out_features, in_features},
-            accumulate, num_threads);
-      },
-      "grad_y", "x", "m_splits", "grad_w", "num_rows", "num_experts", "out_features", "in_features",
-      "accumulate", "num_threads");
-  module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
-}
-
 void bind_grouped_arguments(py::module_& module) {
   module.def("grouped_arguments_bytes", &moe::grouped_arguments_bytes, py::kw_only(),
              py::arg("num_experts"));
@@ -269,7 +228,7 @@ void bind_activation(py::module_& module, const char* forward, const char* backw
 }  // namespace
 
 void bind_moe_kernels(py::module_& module) {
-  bind_grouped_gemm(module);
+  module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
   bind_grouped_arguments(module);
   bind_choices(module);
   bind_echo_counts(module);

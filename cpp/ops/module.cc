@@ -20,6 +20,7 @@ constexpr Kernel kKernels[] = {
     {"_rms_norm", kernel_of<rms_norm>},
     {"_add_rms_norm", kernel_of<add_rms_norm>},
     {"_rms_norm_backward", kernel_of<rms_norm_backward>},
+    {"_grouped_product", kernel_of<grouped_product>},
 };
 
 // Returns whether torch took all kernels. They stay registered until the process ends.

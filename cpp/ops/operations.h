@@ -23,4 +23,19 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad,
                                              bool of_weight,
                                              std::optional<Tensor> grad_sum);
 
+// Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
+// the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:
+// float32, contiguous. With it the result has no elements, else it has the dtype of a. `mask`, one
+// bool per expert, chooses which experts add to their part of `out` if `accumulate` is true.
+Tensor grouped_product(Tensor a,
+                       Tensor b,
+                       Tensor m_splits,
+                       int64_t product,
+                       std::optional<Tensor> out,
+                       std::optional<Tensor> first_row,
+                       std::optional<Tensor> mask,
+                       bool accumulate,
+                       bool clear_padding,
+                       int64_t expected_rows);
+
 }  // namespace megacore::ops

@@ -148,6 +148,18 @@ inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype) {
 inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
   return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype);
 }
+// The same for results of which a part is not written: torch fills it if it was asked for
+// deterministic operations.
+inline Tensor empty_in_part(const Tensor& beside,
+                            std::initializer_list<int64_t> sizes,
+                            int32_t dtype) {
+  AtenTensorHandle handle = nullptr;
+  check_torch(
+      aoti_torch_aten_new_empty(beside.handle(), sizes.begin(), static_cast<int64_t>(sizes.size()),
+                                &dtype, nullptr, nullptr, 0, nullptr, &handle),
+      "new_empty");
+  return Tensor(handle);
+}
 inline Tensor empty_like(const Tensor& tensor) { return empty(tensor.sizes(), tensor.dtype()); }
 
 // The tensor itself if it is contiguous and of the dtype, else a copy.

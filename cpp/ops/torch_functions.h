@@ -38,6 +38,16 @@ int32_t aoti_torch_empty_strided(int64_t dim,
                                  int32_t device_type,
                                  int32_t device_index,
                                  AtenTensorHandle* result);
+// The options may be null: those of `tensor`.
+int32_t aoti_torch_aten_new_empty(AtenTensorHandle tensor,
+                                  const int64_t* sizes,
+                                  int64_t dim,
+                                  int32_t* dtype,
+                                  int32_t* layout,
+                                  int32_t* device_type,
+                                  int32_t device_index,
+                                  int32_t* is_pinned,
+                                  AtenTensorHandle* result);
 int32_t aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking);
 
 int32_t aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);

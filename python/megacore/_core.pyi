@@ -757,45 +757,6 @@ def fill_grouped_arguments(
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
 
 def is_faster_than_mkl() -> bool: ...
-def grouped_gemm(
-    *,
-    x: int,
-    w: int,
-    m_splits: int,
-    y: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    clear_padding: bool,
-    num_threads: int,
-) -> None: ...
-def grouped_gemm_input_grad(
-    *,
-    grad_y: int,
-    w: int,
-    m_splits: int,
-    grad_x: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    clear_padding: bool,
-    num_threads: int,
-) -> None: ...
-def grouped_gemm_weight_grad(
-    *,
-    grad_y: int,
-    x: int,
-    m_splits: int,
-    grad_w: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    accumulate: bool,
-    num_threads: int,
-) -> None: ...
 def sort_by_expert(
     *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
 ) -> None: ...
@@ -1003,34 +964,6 @@ def gelu_backward(
 
 # ---- layers --------------------------------------------------------------------------------------
 
-def rms_norm(
-    *,
-    x: int,
-    weight: int,
-    eps: float,
-    y: int,
-    scale: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-    added: int = 0,
-    sum: int = 0,
-) -> None: ...
-def rms_norm_backward(
-    *,
-    grad_y: int,
-    x: int,
-    weight: int,
-    scale: int,
-    grad_x: int,
-    grad_weight: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-    grad_sum: int = 0,
-) -> None: ...
 def split_and_rotate(
     *,
     qkv: int,

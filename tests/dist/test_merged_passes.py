@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore._core import Action, ActionKind
+from megacore.ops.gemm_cuda import PRODUCTS
 from megacore.parallel import row_exchange
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.pipeline.execution import ProgramRun
@@ -110,7 +111,7 @@ def test_pairs_change_no_bit(name: str) -> None:
 # The action that the running thread is in.
 ACTION: ContextVar[Action | None] = ContextVar("action", default=None)
 INPUT = ActionKind.BACKWARD_INPUT
-WEIGHTS = "megacore.grouped_gemm_weight_grad_.default"
+WEIGHTS = "megacore.grouped_product weight_grad"
 
 
 class Log:
@@ -175,7 +176,9 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if "mm" in name:
+        if func is torch.ops.megacore.grouped_product.default:
+            self._on_product(f"megacore.grouped_product {list(PRODUCTS)[args[3]]}")
+        elif "mm" in name:
             self._on_product(name)
         return func(*args, **(kwargs or {}))
 

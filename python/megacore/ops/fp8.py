@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.gemm_cuda import launch_grouped, takes_fp8_kernels
+from megacore.ops.grouped_product import grouped_product
 from megacore.ops.quantize import (
     BLOCK,
     quantize_blocks,
@@ -156,9 +157,8 @@ def _product_reference(
     w = (w_values.float() * per_element[:, :height, :width]).to(wide)
     if m_splits is None:
         return (x @ w[0].t()).to(dtype)
-    grouped = torch.ops.megacore.grouped_gemm
-    y: Tensor = grouped(x, w, m_splits, None, True, None, clear_padding, expected_rows)
-    return y.to(dtype)
+    hints: dict[str, Any] = {"clear_padding": clear_padding, "expected_rows": expected_rows}
+    return grouped_product("forward", x, w, m_splits, **hints).to(dtype)
 
 
 def _product_cuda(
@@ -222,8 +222,8 @@ def _weight_grad_reference_(
         product = (grad.t() @ x)[None]
         out.copy_(out + product if accumulate else product)
         return
-    add_to = torch.ops.megacore.grouped_gemm_weight_grad_
-    add_to(grad, x, m_splits, out, accumulate, None, expected_rows)
+    options: dict[str, Any] = {"accumulate": accumulate, "expected_rows": expected_rows}
+    grouped_product("weight_grad", grad, x, m_splits, out=out, **options)
 
 
 def _weight_grad_cuda_(

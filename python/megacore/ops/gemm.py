@@ -6,15 +6,16 @@ Shapes: M rows of all experts, E experts, N output features, K input features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.ops import gemm_cpu, gemm_torch
+from megacore.ops import gemm_cpu
 from megacore.ops.dense import wide_dtype
-from megacore.ops.gemm_cuda import choose_backend, launch_grouped
+from megacore.ops.gemm_cuda import PRODUCTS, choose_backend
+from megacore.ops.grouped_product import grouped_product, product_on_cpu, product_on_cuda
 from megacore.ops.register import define_gradient, define_op, describe
 
 
@@ -158,20 +159,30 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_w = None
     if ctx.needs_input_grad[0]:
         hints = ctx.clear_padding, ctx.expected_rows
-        grad_x = input_grad_into(ctx.grad_out, grad, w, m_splits, *hints)
+        grad_x = product_into(ctx.grad_out, "input_grad", grad, w, m_splits, *hints)
     if ctx.needs_input_grad[1]:
-        if ctx.main_grad is None and not w.is_cuda and gemm_cpu.torch_has_loop(x, w):
+        add = ctx.main_grad is not None
+        if not add and not w.is_cuda and gemm_cpu.torch_has_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
-        elif ctx.main_grad is None:
+        elif not add:
             # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
             narrow = w.is_cuda or not gemm_cpu.goes_to_float32(x, w)
             dtype = w.dtype if narrow else wide_dtype(w)
-            grad_w = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
-            _weight_grad_(grad, x, m_splits, grad_w, False, None, ctx.expected_rows)
-            grad_w = grad_w.to(w.dtype)
+            out = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
+            hint = ctx.expected_rows
+            grouped_product("weight_grad", grad, x, m_splits, out=out, expected_rows=hint)
+            grad_w = out.to(w.dtype)
         else:
-            accumulate = ctx.accumulate, ctx.mask
-            _weight_grad_(grad, x, m_splits, ctx.main_grad, *accumulate, ctx.expected_rows)
+            grouped_product(
+                "weight_grad",
+                grad,
+                x,
+                m_splits,
+                out=ctx.main_grad,
+                mask=ctx.mask,
+                accumulate=ctx.accumulate,
+                expected_rows=ctx.expected_rows,
+            )
     return grad_x, grad_w, *(None,) * 6
 
 
@@ -184,7 +195,7 @@ class _Placed(torch.autograd.Function):
         _setup(ctx, tuple(inputs), inputs[0])
         ctx.grad_out = grad_out
         x, w, m_splits, *_, clear_padding, expected_rows = inputs
-        return product_into(out, x, w, m_splits, clear_padding, expected_rows)
+        return product_into(out, "forward", x, w, m_splits, clear_padding, expected_rows)
 
     @staticmethod
     @once_differentiable
@@ -194,38 +205,23 @@ class _Placed(torch.autograd.Function):
 
 def product_into(
     out: Callable[[], Tensor] | None,
-    x: Tensor,
+    product: Literal["forward", "input_grad"],
+    rows: Tensor,
     w: Tensor,
     m_splits: Tensor,
     clear_padding: bool,
     expected_rows: int,
 ) -> Tensor:
-    """Compute `grouped_gemm` without gradients; for ``out`` see there."""
-    if out is None or not _writes_anywhere(x, w):
-        return _grouped_gemm(  # type: ignore[no-any-return]
-            x, w, m_splits, None, True, None, clear_padding, expected_rows
-        )
-    y = out()
-    _grouped_gemm_(y, x, w, m_splits, clear_padding, expected_rows)
-    return y
-
-
-def input_grad_into(
-    out: Callable[[], Tensor] | None,
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool,
-    expected_rows: int,
-) -> Tensor:
-    """Compute the gradient of ``x`` of `grouped_gemm`; for ``out`` see ``grad_out`` there."""
-    if out is None or not _writes_anywhere(grad, w):
-        return _input_grad(  # type: ignore[no-any-return]
-            grad, w, m_splits, clear_padding, expected_rows
-        )
-    grad_x = out()
-    _input_grad_(grad_x, grad, w, m_splits, clear_padding, expected_rows)
-    return grad_x
+    """Compute a product of rows without gradients; for ``out`` see `grouped_gemm`."""
+    return grouped_product(
+        product,
+        rows,
+        w,
+        m_splits,
+        out=out() if out is not None and _writes_anywhere(rows, w) else None,
+        clear_padding=clear_padding,
+        expected_rows=expected_rows,
+    )
 
 
 def _writes_anywhere(rows: Tensor, w: Tensor) -> bool:
@@ -235,7 +231,7 @@ def _writes_anywhere(rows: Tensor, w: Tensor) -> bool:
     return rows.dtype == torch.float32
 
 
-def _forward_cuda(
+def _forward(
     x: Tensor,
     w: Tensor,
     m_splits: Tensor,
@@ -246,84 +242,9 @@ def _forward_cuda(
     expected_rows: int = 0,
 ) -> Tensor:
     del main_grad, accumulate, accumulate_mask
-    backend = choose_backend(x, *w.shape)
-    if backend != "native":
-        other = gemm_torch.forward if backend == "torch" else gemm_cpu.forward_reference
-        return other(x, w, m_splits, clear_padding)
-    y = x.new_empty(x.shape[0], w.shape[1])
-    _forward_cuda_(y, x, w, m_splits, clear_padding, expected_rows)
-    return y
-
-
-def _forward_cuda_(
-    y: Tensor, x: Tensor, w: Tensor, m_splits: Tensor, clear_padding: bool, expected_rows: int
-) -> None:
-    launch_grouped(
-        "forward", x, w, m_splits, y, clear_tail=clear_padding, expected_rows=expected_rows
-    )
-
-
-def _input_grad_cuda(
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    backend = choose_backend(grad, *w.shape)
-    if backend != "native":
-        other = gemm_torch.input_grad if backend == "torch" else gemm_cpu.input_grad_reference
-        return other(grad, w, m_splits, clear_padding)
-    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    _input_grad_cuda_(grad_x, grad, w, m_splits, clear_padding, expected_rows)
-    return grad_x
-
-
-def _input_grad_cuda_(
-    grad_x: Tensor,
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool,
-    expected_rows: int,
-) -> None:
-    launch_grouped(
-        "input_grad",
-        grad,
-        w,
-        m_splits,
-        grad_x,
-        clear_tail=clear_padding,
-        expected_rows=expected_rows,
-    )
-
-
-def _weight_grad_cuda_(
-    grad: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    expected_rows: int = 0,
-) -> None:
-    # A 16-bit result is always overwritten.
-    fits = out.dtype == torch.float32 or (out.dtype == x.dtype and not accumulate)
-    backend = choose_backend(x, *out.shape) if fits and out.is_contiguous() else "reference"
-    if backend != "native":
-        other = gemm_torch.weight_grad_ if backend == "torch" else gemm_cpu.weight_grad_reference_
-        other(grad, x, m_splits, out, accumulate, accumulate_mask)
-        return
-    launch_grouped(
-        "weight_grad",
-        grad,
-        x,
-        m_splits,
-        out,
-        accumulate=accumulate,
-        accumulate_mask=accumulate_mask if accumulate else None,
-        expected_rows=expected_rows,
-    )
+    run = product_on_cpu if x.is_cpu else product_on_cuda
+    options = None, None, None, False, clear_padding, expected_rows
+    return run(x, w, m_splits, PRODUCTS["forward"], *options)
 
 
 def _forward_fake(
@@ -340,66 +261,11 @@ def _forward_fake(
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-def _input_grad_fake(
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    del m_splits, clear_padding, expected_rows
-    return grad.new_empty(grad.shape[0], w.shape[2])
-
-
-def _write_fake_(*args: Any) -> None:
-    del args
-
-
-def _weight_grad_fake_(
-    grad: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    expected_rows: int = 0,
-) -> None:
-    del grad, x, m_splits, out, accumulate, accumulate_mask, expected_rows
-
-
 _grouped_gemm = define_op(
     "grouped_gemm(Tensor x, Tensor w, Tensor m_splits, Tensor? main_grad, bool accumulate,"
     " Tensor? accumulate_mask=None, bool clear_padding=True, SymInt expected_rows=0) -> Tensor",
-    cpu=gemm_cpu.forward_cpu,
-    cuda=_forward_cuda,
+    cpu=_forward,
+    cuda=_forward,
     fake=_forward_fake,
-)
-_grouped_gemm_ = define_op(
-    "grouped_gemm_(Tensor(a!) y, Tensor x, Tensor w, Tensor m_splits, bool clear_padding,"
-    " SymInt expected_rows) -> ()",
-    cpu=gemm_cpu.forward_cpu_,
-    cuda=_forward_cuda_,
-    fake=_write_fake_,
-)
-_input_grad_ = define_op(
-    "grouped_gemm_input_grad_(Tensor(a!) grad_x, Tensor grad, Tensor w, Tensor m_splits,"
-    " bool clear_padding, SymInt expected_rows) -> ()",
-    cpu=gemm_cpu.input_grad_cpu_,
-    cuda=_input_grad_cuda_,
-    fake=_write_fake_,
-)
-_input_grad = define_op(
-    "grouped_gemm_input_grad(Tensor grad, Tensor w, Tensor m_splits, bool clear_padding=True,"
-    " SymInt expected_rows=0) -> Tensor",
-    cpu=gemm_cpu.input_grad_cpu,
-    cuda=_input_grad_cuda,
-    fake=_input_grad_fake,
-)
-_weight_grad_ = define_op(
-    "grouped_gemm_weight_grad_(Tensor grad, Tensor x, Tensor m_splits, Tensor(a!) out,"
-    " bool accumulate, Tensor? accumulate_mask=None, SymInt expected_rows=0) -> ()",
-    cpu=gemm_cpu.weight_grad_cpu_,
-    cuda=_weight_grad_cuda_,
-    fake=_weight_grad_fake_,
 )
 define_gradient(_grouped_gemm, _backward, _setup)

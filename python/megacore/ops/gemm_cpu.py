@@ -6,11 +6,12 @@ Shapes: as in :mod:`megacore.ops.gemm`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore import _core
 from megacore.ops import gemm_torch
 
 
@@ -77,6 +78,13 @@ def weight_grad_reference_(
             torch.mm(left, right, out=out[expert])
 
 
+REFERENCES: Mapping[str, Callable[..., Any]] = {
+    "forward": forward_reference,
+    "input_grad": input_grad_reference,
+    "weight_grad": weight_grad_reference_,
+}
+
+
 # The choice on the CPU follows benchmarks/results/moe_cpu*.txt: float32 uses the native kernels at
 # every group size. Products of two bfloat16 use torch where the CPU has instructions for them;
 # elsewhere torch takes 5 to 80 times as long as in float32, so the operands are cast to float32. A
@@ -104,125 +112,12 @@ def _has_fast_products(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def forward_cpu(
-    x: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    main_grad: Tensor | None,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    """Compute ``grouped_gemm`` on the CPU."""
-    if goes_to_float32(x, w):
-        wide = x.float(), w.float(), m_splits, None, accumulate, None, clear_padding
-        return forward_cpu(*wide).to(x.dtype)
-    del main_grad, accumulate, accumulate_mask, expected_rows
-    if x.dtype != torch.float32:
-        return _rows_product_cpu(x, w.transpose(1, 2), m_splits, clear_padding)
-    y = x.new_empty(x.shape[0], w.shape[1])
-    forward_cpu_(y, x, w, m_splits, clear_padding)
-    return y
-
-
-def forward_cpu_(
-    y: Tensor,
-    x: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> None:
-    """Compute ``grouped_gemm`` of float32 tensors on the CPU into contiguous ``y``."""
-    del expected_rows
-    x, w, m_splits = x.contiguous(), w.contiguous(), m_splits.contiguous()
-    _core.grouped_gemm(
-        x=x.data_ptr(),
-        w=w.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        y=y.data_ptr(),
-        clear_padding=clear_padding,
-        **_sizes(x.shape[0], w),
-    )
-
-
-def input_grad_cpu(
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> Tensor:
-    """Compute the gradient of ``x`` of ``grouped_gemm`` on the CPU."""
-    del expected_rows
-    if goes_to_float32(grad, w):
-        wide = input_grad_cpu(grad.float(), w.float(), m_splits, clear_padding)
-        return wide.to(grad.dtype)
-    if grad.dtype != torch.float32:
-        return _rows_product_cpu(grad, w, m_splits, clear_padding)
-    grad_x = grad.new_empty(grad.shape[0], w.shape[2])
-    input_grad_cpu_(grad_x, grad, w, m_splits, clear_padding)
-    return grad_x
-
-
-def input_grad_cpu_(
-    grad_x: Tensor,
-    grad: Tensor,
-    w: Tensor,
-    m_splits: Tensor,
-    clear_padding: bool = True,
-    expected_rows: int = 0,
-) -> None:
-    """Compute the gradient of ``x`` of float32 tensors on the CPU into contiguous ``grad_x``."""
-    del expected_rows
-    grad, w, m_splits = grad.contiguous(), w.contiguous(), m_splits.contiguous()
-    _core.grouped_gemm_input_grad(
-        grad_y=grad.data_ptr(),
-        w=w.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        grad_x=grad_x.data_ptr(),
-        clear_padding=clear_padding,
-        **_sizes(grad.shape[0], w),
-    )
-
-
-def weight_grad_cpu_(
-    grad: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    accumulate_mask: Tensor | None = None,
-    expected_rows: int = 0,
-) -> None:
-    """Compute the gradient of ``w`` of ``grouped_gemm`` on the CPU into ``out``."""
-    del expected_rows
-    if out.dtype != torch.float32 or not out.is_contiguous():
-        weight_grad_reference_(grad, x, m_splits, out, accumulate, accumulate_mask)
-        return
-    if accumulate and accumulate_mask is not None:
-        out.masked_fill_(~accumulate_mask[:, None, None], 0.0)
-    grad, x = grad.float().contiguous(), x.float().contiguous()
-    m_splits = m_splits.contiguous()
-    _core.grouped_gemm_weight_grad(
-        grad_y=grad.data_ptr(),
-        x=x.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        grad_w=out.data_ptr(),
-        accumulate=accumulate,
-        **_sizes(x.shape[0], out),
-    )
-
-
 def torch_has_loop(rows: Tensor, w: Tensor) -> bool:
     """Return whether torch computes the products of all experts on the CPU in one call."""
     return not goes_to_float32(rows, w) and gemm_torch.has_grouped_mm(rows, *w.shape)
 
 
-def _rows_product_cpu(
-    rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool
-) -> Tensor:
+def rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool) -> Tensor:
     """Multiply each expert's rows by its matrix ``(E, K, N)`` with ``torch.mm`` for each.
 
     torch has the loop over experts in C++, which saves time where experts are small; the products
@@ -239,14 +134,3 @@ def _rows_product_cpu(
     if clear_padding:
         product[groups[-1][-1] if groups else 0 :] = 0
     return product
-
-
-def _sizes(num_rows: int, w: Tensor) -> dict[str, int]:
-    num_experts, out_features, in_features = w.shape
-    return {
-        "num_rows": num_rows,
-        "num_experts": num_experts,
-        "out_features": out_features,
-        "in_features": in_features,
-        "num_threads": torch.get_num_threads(),
-    }

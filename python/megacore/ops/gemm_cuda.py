@@ -17,8 +17,8 @@ from megacore.ops.register import aligned, launch
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 
-# Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h.
-_PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
+# Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h and of the operation.
+PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3, "square": 4}
 # Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
@@ -223,7 +223,7 @@ def launch_grouped(
     launch(
         "grouped_gemm",
         out,
-        product=_PRODUCTS[product],
+        product=PRODUCTS[product],
         a=a.data_ptr(),
         b=b.data_ptr(),
         m_splits=0 if m_splits is None else m_splits.data_ptr(),

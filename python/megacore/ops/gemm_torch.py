@@ -6,6 +6,9 @@ of the factors: a float32 weight gradient takes a second kernel and a bf16 round
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,3 +78,10 @@ def _rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding
 def _ends(m_splits: Tensor, num_rows: int) -> Tensor:
     """End of each expert's rows, int32; counts that do not fit are truncated."""
     return m_splits.clamp(min=0).cumsum(0).clamp(max=num_rows).to(torch.int32)
+
+
+WAYS: Mapping[str, Callable[..., Any]] = {
+    "forward": forward,
+    "input_grad": input_grad,
+    "weight_grad": weight_grad_,
+}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from megacore import _core
-from megacore.ops import gemm, gemm_cpu
+from megacore.ops import gemm
+from megacore.ops.grouped_product import grouped_product
 
 # Multiply-adds below which a call from Python takes longer than the faster product saves.
 _LEAST_MACS = 1 << 20
@@ -47,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Set ``out`` to ``x @ weight.T``, ``(M, N)``; not differentiable."""
     if _is_ours(x, weight):
-        gemm_cpu.forward_cpu_(out, x, weight[None], _one_group(x))
+        grouped_product("forward", x, weight[None], _one_group(x), out=out)
     else:
         torch.mm(x, weight.t(), out=out)
 
@@ -55,14 +56,14 @@ def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
 def multiply_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     """Return ``grad @ weight``, ``(M, K)``; not differentiable."""
     if _is_ours(grad, weight):
-        return gemm_cpu.input_grad_cpu(grad, weight[None], _one_group(grad))
+        return grouped_product("input_grad", grad, weight[None], _one_group(grad))
     return grad @ weight
 
 
 def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Set ``out`` to ``grad.T @ x``, ``(N, K)``; not differentiable."""
     if _is_ours(grad, out):
-        gemm_cpu.weight_grad_cpu_(grad, x, _one_group(x), out[None], False)
+        grouped_product("weight_grad", grad, x, _one_group(x), out=out[None])
     else:
         torch.mm(grad.t(), x, out=out)
 

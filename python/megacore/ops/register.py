@@ -44,18 +44,25 @@ class Operation:
         self._cpu = cpu
         self._cuda = cuda
         self._differentiable: Callable[..., Any] | None = None
+        self._passes_autograd = False
 
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:
         """Call the operation; its first argument is a tensor."""
         if not _is_unobserved(first):
             return self._op(first, *others)
         if (
-            _is_grad_enabled()
+            not self._passes_autograd
+            and _is_grad_enabled()
             and (first.requires_grad or _require_grad(others))
             and not torch.is_inference_mode_enabled()
         ):
             return (self._differentiable or self._op)(first, *others)
         return (self._cpu if first.is_cpu else self._cuda)(first, *others)
+
+    def pass_autograd(self) -> None:
+        """Let calls pass autograd, which would else add a hook to each result."""
+        self._passes_autograd = True
+        _let_pass(self.name)
 
     def set_gradient(
         self, backward: Callable[..., Any], setup_context: Callable[..., None]
@@ -90,6 +97,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _tracing_state = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OTHERS = (type(None), bool, int, float)
 
 
 def _is_unobserved(first: torch.Tensor) -> bool:
@@ -181,7 +189,7 @@ def define_compiled(
 
     op = define_op(schema, cpu=call_cpu, cuda=call_cuda, fake=fake)
     if not has_gradient:
-        without_gradient(schema.split("(", 1)[0])
+        op.pass_autograd()
     return op
 
 
@@ -192,20 +200,20 @@ def compiled(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     has no derivative.
     """
     name = _define(f"_{schema}", fake)
-    without_gradient(name)
+    _let_pass(f"megacore::{name}")
     kernel: Callable[..., Any] = getattr(torch.ops.megacore, name).default._op
     return kernel
 
 
-def without_gradient(name: str) -> None:
-    """Let calls of an operation pass autograd, which would else add a hook to each result."""
+def _let_pass(name: str) -> None:
     fallthrough = torch.library.fallthrough_kernel
     _LIBRARY.impl(name, fallthrough, "Autograd")  # type: ignore[no-untyped-call]
 
 
 def _require_grad(arguments: tuple[Any, ...]) -> bool:
-    for x in arguments:  # noqa: SIM110  any() of a generator takes longer
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+    for x in arguments:
+        # isinstance() of other types takes as long as all checks of a tensor, and any() longer.
+        if type(x) not in _OTHERS and isinstance(x, torch.Tensor) and x.requires_grad:
             return True
     return False
 

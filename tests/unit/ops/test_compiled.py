@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,55 +11,69 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.ops.dense import add_rms_norm, rms_norm
+from megacore.ops.gemm import grouped_gemm
+from megacore.ops.grouped_product import grouped_product
 
 OPS = torch.ops.megacore
+DIFFERENTIABLE = ("rms_norm", "add_rms_norm")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-def norm_arguments(dtype: torch.dtype = torch.float32) -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operation of the norms, by its name."""
+def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
+    """Arguments of every operation with a kernel, by its name."""
     x, weight = draw(3, 2, 8, dtype=dtype), draw(8, dtype=dtype)
     scale = draw(3, 2, 1).abs()
+    rows, w, m_splits = draw(7, 8, dtype=dtype), draw(3, 4, 8, dtype=dtype), torch.tensor([2, 0, 3])
     return {
-        "rms_norm": (x, weight, 1e-5),
-        "add_rms_norm": (x, x.flip(0), weight, 1e-5),
-        "rms_norm_backward": (x, x.flip(0), weight, scale, True, True, x.flip(1)),
+        "rms_norm": [x, weight, 1e-5],
+        "add_rms_norm": [x, x.flip(0), weight, 1e-5],
+        "rms_norm_backward": [x, x.flip(0), weight, scale, True, True, x.flip(1)],
+        "grouped_product": [rows, w, m_splits, 0, None, None],
     }
 
 
+def run(name: str, arguments: list[Any]) -> list[Tensor]:
+    found = getattr(OPS, name)(*arguments)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", norm_arguments())
+@pytest.mark.parametrize("name", arguments_of())
 def test_torch_finds_no_fault_in_a_kernel(name: str, dtype: torch.dtype) -> None:
-    arguments = norm_arguments(dtype)[name]
+    arguments = tuple(arguments_of(dtype)[name])
     opcheck(getattr(OPS, f"_{name}").default, arguments)
     opcheck(getattr(OPS, name).default, arguments)
 
 
-@pytest.mark.parametrize("name", norm_arguments())
+@pytest.mark.parametrize("name", arguments_of())
 def test_a_kernel_takes_any_strides(name: str) -> None:
-    arguments = norm_arguments()[name]
+    arguments = arguments_of()[name]
     strided = [torch.stack([x, x], -1)[..., 0] if isinstance(x, Tensor) else x for x in arguments]
-    kernel = getattr(OPS, f"_{name}")
-    for found, expected in zip(kernel(*strided), kernel(*arguments), strict=True):
-        assert found.is_contiguous()
-        assert torch.equal(found, expected)
+    found = run(f"_{name}", strided)
+    for one, expected in zip(found, run(f"_{name}", arguments), strict=True):
+        assert one.is_contiguous()
+        assert torch.equal(one, expected)
 
 
-@pytest.mark.parametrize("name", norm_arguments())
+@pytest.mark.parametrize("name", arguments_of())
 def test_calls_of_a_kernel_leave_no_trace_in_autograd(name: str) -> None:
-    arguments = [x.requires_grad_() if isinstance(x, Tensor) else x for x in norm_arguments()[name]]
-    for operation in (f"_{name}", name) if name.endswith("backward") else (f"_{name}",):
-        results = getattr(OPS, operation)(*arguments)
-        assert all(y.grad_fn is None and not y.requires_grad for y in results)
+    arguments = arguments_of()[name]
+    for x in arguments:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    for operation in (f"_{name}",) if name in DIFFERENTIABLE else (f"_{name}", name):
+        found = run(operation, arguments)
+        assert all(y.grad_fn is None and not y.requires_grad for y in found)
 
 
 def test_gradients_that_are_not_wanted_have_no_elements() -> None:
-    *tensors, _, _, _ = norm_arguments()["rms_norm_backward"]
+    *tensors, _, _, _ = arguments_of()["rms_norm_backward"]
     both = OPS._rms_norm_backward(*tensors, True, True)
     for wanted in ((True, False), (False, True), (False, False)):
         grads = OPS._rms_norm_backward(*tensors, *wanted)
@@ -79,14 +94,24 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("rms_norm_backward", {0: torch.ones(3, 2, 8).double()}, "grad must have the dtype of x"),
         ("rms_norm_backward", {3: torch.ones(5)}, r"a float32 number per row .*, got \(5,\)"),
         ("rms_norm_backward", {6: torch.ones(8)}, "grad_sum must have the shape of x"),
+        ("grouped_product", {3: 3}, "product must be 0, 1 or 2, got 3"),
+        ("grouped_product", {3: 2}, "a weight gradient must have an out"),
+        ("grouped_product", {0: torch.ones(8)}, r"must have 2 axes and weights 3, got a \(8,\)"),
+        ("grouped_product", {0: torch.ones(7, 9)}, r"a \(7, 9\) and b .* do not fit weights"),
+        ("grouped_product", {2: torch.ones(3)}, r"m_splits must be \(3,\) int64, got \(3,\)"),
+        ("grouped_product", {2: torch.tensor([9, 0, 0])}, r"must lie in \[0, 7\]"),
+        ("grouped_product", {4: torch.ones(7, 5)}, r"out must be \(7, 4\), got \(7, 5\)"),
+        ("grouped_product", {4: torch.ones(7, 4).half()}, "out must be float32 and contiguous"),
+        ("grouped_product", {5: torch.tensor(8)}, r"first_row must be in \[0, 7\], got 8"),
+        ("grouped_product", {5: torch.tensor([1, 2])}, r"must be an int64 scalar, got \(2,\)"),
     ],
 )
-def test_mistakes_are_explained(name: str, change: dict[int, Tensor], message: str) -> None:
-    arguments = list(norm_arguments()[name])
+def test_mistakes_are_explained(name: str, change: dict[int, Any], message: str) -> None:
+    arguments = arguments_of()[name]
     for place, value in change.items():
         arguments[place] = value
     with pytest.raises(ValueError, match=message):
-        getattr(OPS, f"_{name}")(*arguments)
+        run(f"_{name}", arguments)
 
 
 def test_fake_tensors_keep_symbolic_sizes_out_of_the_kernel() -> None:
@@ -116,3 +141,56 @@ def test_a_compiled_graph_has_no_break_and_the_same_bits(backend: str) -> None:
             assert torch.equal(found, expected)
         with torch.no_grad():
             assert torch.equal(compiled(*leaves), block(*leaves))
+
+
+def test_a_mask_of_a_product_is_checked() -> None:
+    grad, rows, w, m_splits = draw(7, 4), draw(7, 8), draw(3, 4, 8), torch.tensor([2, 0, 3])
+    for mask in (torch.ones(2).bool(), torch.ones(3), torch.ones(3, 2).bool()[:, 0]):
+        with pytest.raises(ValueError, match=r"mask must be \(3,\) bool, contiguous, got"):
+            OPS._grouped_product(grad, rows, m_splits, 2, w, None, mask, True)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # a kernel; torch's products
+def test_written_arguments_have_another_version(dtype: torch.dtype, observed: bool) -> None:
+    rows, w, m_splits = draw(7, 8, dtype=dtype), draw(3, 4, 8, dtype=dtype), torch.tensor([2, 0, 3])
+    y, grad_w = torch.zeros(7, 4, dtype=dtype), torch.zeros_like(w)
+    saved = torch.ones_like(y).requires_grad_() * y
+    before = rows._version, w._version
+    with Mode() if observed else nullcontext():
+        assert grouped_product("forward", rows, w, m_splits, out=y) is y
+        grouped_product("weight_grad", y, rows, m_splits, out=grad_w)
+    assert y._version > 0
+    assert grad_w._version > 0
+    assert before == (rows._version, w._version)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_products_compile_without_a_break(backend: str) -> None:
+    m_splits = torch.tensor([2, 0, 1])
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return grouped_gemm(x, w, m_splits, expected_rows=x.shape[0])  # a symbolic size
+
+    def writes(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+        grouped_product("forward", x, w, m_splits, out=out, first_row=m_splits[2])
+        return out + 1
+
+    compiled, compiled_writes = (
+        torch.compile(function, backend=backend, fullgraph=True) for function in (block, writes)
+    )
+    for num_rows in (4, 5, 6):
+        leaves = [draw(num_rows, 8), draw(3, 4, 8)]
+        for found, expected in zip(results(compiled, leaves), results(block, leaves), strict=True):
+            assert torch.equal(found, expected)
+        outs = torch.zeros(2, num_rows, 4)
+        assert torch.equal(compiled_writes(*leaves, outs[0]), writes(*leaves, outs[1]))
+        assert torch.equal(*outs)
+        assert outs[0].any()

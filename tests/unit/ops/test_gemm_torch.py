@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.ops import gemm, gemm_cpu, gemm_cuda, gemm_torch
+from megacore.ops import gemm_cpu, gemm_cuda, gemm_torch, grouped_product
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm"
 )
 N, K = 16, 24
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = gemm_cuda.PRODUCTS.values()
 COUNTS = ([3, 0, 5, 2], [0, 0, 0, 0], [0, 0, 0, 12], [4, 4, 4, 0])
 
 
@@ -83,16 +84,17 @@ def test_the_variable_chooses_among_what_is_there(
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_ops_use_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """The implementations for CUDA, run on CPU tensors: none of them reaches our kernels."""
-    monkeypatch.setattr(gemm, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(grouped_product, "choose_backend", lambda *_: backend)
     x, w, grad = factors()
     splits = torch.tensor(COUNTS[0])
-    y = gemm._forward_cuda(x, w, splits, None, True)
+    product = grouped_product.product_on_cuda
+    y = product(x, w, splits, FORWARD)
     torch.testing.assert_close(y, gemm_cpu.forward_reference(x, w, splits), rtol=2e-2, atol=2e-2)
-    grad_x = gemm._input_grad_cuda(grad, w, splits)
+    grad_x = product(grad, w, splits, INPUT_GRAD)
     expected = gemm_cpu.input_grad_reference(grad, w, splits)
     torch.testing.assert_close(grad_x, expected, rtol=2e-2, atol=2e-2)
     found, expected = torch.zeros(2, 4, N, K)
-    gemm._weight_grad_cuda_(grad, x, splits, found, True)
+    product(grad, x, splits, WEIGHT_GRAD, found, accumulate=True)
     gemm_cpu.weight_grad_reference_(grad, x, splits, expected, True)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
 

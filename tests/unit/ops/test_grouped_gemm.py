@@ -345,12 +345,20 @@ def test_torch_can_trace_and_differentiate_the_operations() -> None:
     ops = torch.ops.megacore
     opcheck(ops.grouped_gemm.default, (x, w, splits, None, True))
     opcheck(ops.grouped_gemm.default, (x, w, splits, torch.zeros(3, 5, 4), True))
-    opcheck(ops.grouped_gemm_input_grad.default, (grad, w.detach(), splits))
+    rows, weights = x.detach(), w.detach()
+    for product in (ops.grouped_product.default, ops._grouped_product.default):
+        opcheck(product, (rows, weights, splits, 0))
+        opcheck(product, (grad, weights, splits, 1, None, None, None, False, True, 3))
+        opcheck(product, (grad, weights, splits, 1, torch.zeros(7, 4)))
     target = torch.zeros(3, 5, 4)
-    opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True))
+    first = torch.tensor(2)
+    for product in (ops.grouped_product.default, ops._grouped_product.default):
+        opcheck(product, (grad, rows, splits, 2, target, None, None, True))
+        opcheck(product, (grad, rows, splits, 2, target, first))
     mask = torch.tensor([True, False, True])
     opcheck(ops.grouped_gemm.default, (x, w, splits, torch.zeros(3, 5, 4), True, mask))
-    opcheck(ops.grouped_gemm_weight_grad_.default, (grad, x.detach(), splits, target, True, mask))
+    for product in (ops.grouped_product.default, ops._grouped_product.default):
+        opcheck(product, (grad, rows, splits, 2, target, None, mask, True))
     twice = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, splits), twice)
 

@@ -52,7 +52,7 @@ def gradients() -> list[Tensor]:
 def test_both_ways_have_the_same_bits() -> None:
     with Operations() as seen:
         dispatched = gradients()
-    assert {"rms_norm", "grouped_gemm", "grouped_gemm_input_grad", "permute"} <= set(seen.names)
+    assert {"rms_norm", "grouped_gemm", "grouped_product", "permute"} <= set(seen.names)
     for found, expected in zip(gradients(), dispatched, strict=True):
         assert torch.equal(found, expected)
 

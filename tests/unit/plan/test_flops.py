@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megacore.ops.gemm_cuda import PRODUCTS
 from megacore.parallel import ProcessGroups
 from megatrain.config import Config, resolve
 from megatrain.models.attention import context_parallel
@@ -142,14 +143,15 @@ def _grouped(rows: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * rows[0] * weight[-1] * weight[-2]
 
 
-def _weight_grad(first: torch.Size, second: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * first[0] * first[1] * second[1]
+def _product(
+    a: torch.Size, b: torch.Size, _: torch.Size, product: int, *__: Any, **___: Any
+) -> int:
+    return 2 * a[0] * a[1] * b[1] if product == PRODUCTS["weight_grad"] else _grouped(a, b)
 
 
 GROUPED: dict[Any, Any] = {
     torch.ops.megacore.grouped_gemm: _grouped,
-    torch.ops.megacore.grouped_gemm_input_grad: _grouped,
-    torch.ops.megacore.grouped_gemm_weight_grad_: _weight_grad,
+    torch.ops.megacore.grouped_product: _product,
 }
 
 

@@ -21,7 +21,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacore.ops.gemm import input_grad_into, main_grad_of, product_into
+from megacore.ops.gemm import main_grad_of, product_into
+from megacore.ops.grouped_product import grouped_product
 from megacore.parallel.interleave import turn_index
 
 FC1, FC2 = 0, 1
@@ -113,17 +114,25 @@ class LayerClones(ABC):
         If the parameter has a ``main_grad``, the gradient is accumulated into ``main_grad`` here,
         and the result is a placeholder of zeros.
         """
-        add_to = torch.ops.megacore.grouped_gemm_weight_grad_
         main_grad = main_grad_of(self._params[projection])
-        if main_grad is not None:
+        if main_grad is None:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            total = torch.empty_like(weight, dtype=wide)
+        else:
             total = main_grad.flatten(1, -2)
-            add_to(grad, rows, m_splits, total, True, None, self.expected_rows)
-            self.finish_weight_grads(projection, total)
-            return weight.new_zeros(()).expand(weight.shape)
-        wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        add_to(grad, rows, m_splits, wide, False, None, self.expected_rows)
-        self.finish_weight_grads(projection, wide)
-        return wide.to(weight.dtype)
+        grouped_product(
+            "weight_grad",
+            grad,
+            rows,
+            m_splits,
+            out=total,
+            accumulate=main_grad is not None,
+            expected_rows=self.expected_rows,
+        )
+        self.finish_weight_grads(projection, total)
+        if main_grad is None:
+            return total.to(weight.dtype)
+        return weight.new_zeros(()).expand(weight.shape)
 
     @abstractmethod
     def send_weights(self, order: tuple[int, ...] = (FC1, FC2)) -> None:
@@ -221,7 +230,8 @@ class _Product(torch.autograd.Function):
         out, ctx.grad_out = memory
         num_local = weight.shape[0]
         hints = clear_padding, clones.expected_rows
-        result = product_into(out, rows, weight, m_splits[:num_local], *hints)
+        splits = m_splits[:num_local]
+        result = product_into(out, "forward", rows, weight, splits, *hints)
         clones.multiply(projection, rows, m_splits, num_local, result, is_backward=False)
         return result
 
@@ -235,7 +245,8 @@ class _Product(torch.autograd.Function):
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             hints = ctx.clear_padding, clones.expected_rows
-            grad_rows = input_grad_into(ctx.grad_out, grad, weight, home_splits, *hints)
+            operands = grad, weight, home_splits
+            grad_rows = product_into(ctx.grad_out, "input_grad", *operands, *hints)
             clones.multiply(projection, grad, m_splits, num_local, grad_rows, is_backward=True)
         if ctx.needs_input_grad[1]:
             # The transfer of clone gradients overlaps with the home experts' gradients.

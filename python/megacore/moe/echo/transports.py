@@ -6,6 +6,7 @@ Shapes: M rows of this rank's experts, L home experts, k slots, N output feature
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from megacore.moe.echo.clones import FC1, FC2, LayerClones, set_of_turn
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
-from megacore.ops.gemm_parts import part_input_grad_, part_product_, part_weight_grad_
+from megacore.ops.gemm_cuda import Product
+from megacore.ops.grouped_product import grouped_product
 
 
 class MemoryClones(LayerClones):
@@ -70,8 +72,9 @@ class MemoryClones(LayerClones):
         """See `LayerClones`."""
         clones = self._filled.wait_for_weights(projection, self._plan)
         first, splits = self._split(m_splits, num_local)
-        product = part_input_grad_ if is_backward else part_product_
-        product(rows, clones, splits, first, out, self.expected_rows)
+        operands = rows, clones, splits
+        hints: dict[str, Any] = {"first_row": first, "expected_rows": self.expected_rows}
+        grouped_product("input_grad" if is_backward else "forward", *operands, out=out, **hints)
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
@@ -81,7 +84,8 @@ class MemoryClones(LayerClones):
         grads = self._sets[0].reserve_grads(projection)
         num_local = like.shape[0]
         first, splits = self._split(m_splits, num_local)
-        part_weight_grad_(grad, rows, splits, first, grads, self.expected_rows)
+        hints: dict[str, Any] = {"first_row": first, "expected_rows": self.expected_rows}
+        grouped_product("weight_grad", grad, rows, splits, out=grads, **hints)
         self._sets[0].offer_grads(projection, self._plan)
         held = self._plan.slot_expert[self._sets[0].group.position]
         self._on_sent(held, 0, self._plan.num_experts, bytes_of_expert(grads))
@@ -147,15 +151,8 @@ class MessageClones(LayerClones):
         num_home, splits = self._clone_rows(m_splits, num_local)
         clones = self._filled.weights(projection, self._routes.num_used)
         operands = rows[num_home:], clones, splits
-        if is_backward:
-            product = torch.ops.megacore.grouped_gemm_input_grad(
-                *operands, expected_rows=self.expected_rows
-            )
-        else:
-            product = torch.ops.megacore.grouped_gemm(
-                *operands, None, True, expected_rows=self.expected_rows
-            )
-        out[num_home:] = product
+        product: Product = "input_grad" if is_backward else "forward"
+        out[num_home:] = grouped_product(product, *operands, expected_rows=self.expected_rows)
 
     def start_weight_grads(
         self, projection: int, grad: Tensor, rows: Tensor, m_splits: Tensor, like: Tensor
@@ -165,14 +162,9 @@ class MessageClones(LayerClones):
         if routes.num_used:
             num_home, splits = self._clone_rows(m_splits, like.shape[0])
             grads = self._slots.grads(projection, like, routes.num_used)
-            torch.ops.megacore.grouped_gemm_weight_grad_(
-                grad[num_home:],
-                rows[num_home:],
-                splits,
-                grads,
-                False,
-                expected_rows=self.expected_rows,
-            )
+            operands = grad[num_home:], rows[num_home:], splits
+            hint = self.expected_rows
+            grouped_product("weight_grad", *operands, out=grads, expected_rows=hint)
         dtype = torch.promote_types(like.dtype, torch.float32)
         staging = like.new_empty(len(routes.outgoing), *like.shape[1:], dtype=dtype)
         arriving, num_bytes = self._slots.exchange_grads(projection, routes, staging)

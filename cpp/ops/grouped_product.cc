@@ -1,0 +1,111 @@
+#include "megacore/moe/grouped_gemm.h"
+#include "operations.h"
+
+namespace megacore::ops {
+namespace {
+
+enum Product : int64_t { kForward, kInputGrad, kWeightGrad };  // as in gemm_cuda.py
+
+moe::GroupedShape checked_shape(const Tensor& a,
+                                const Tensor& b,
+                                const Tensor& m_splits,
+                                int64_t product,
+                                const std::optional<Tensor>& out) {
+  MC_REQUIRE(product >= kForward && product <= kWeightGrad, "product must be 0, 1 or 2, got {}",
+             product);
+  MC_REQUIRE(out || product != kWeightGrad, "a weight gradient must have an out to write to");
+  const Tensor& w = product == kWeightGrad ? *out : b;
+  MC_REQUIRE(a.dim() == 2 && w.dim() == 3 && (product != kWeightGrad || b.dim() == 2),
+             "rows must have 2 axes and weights 3, got a {}, b {}", shape_text(a), shape_text(b));
+  const moe::GroupedShape shape = {a.size(0), w.size(0), w.size(1), w.size(2)};
+  const int64_t n = shape.out_features, k = shape.in_features;
+  MC_REQUIRE(a.size(1) == (product == kForward ? k : n) &&
+                 (product != kWeightGrad || (b.size(0) == shape.num_rows && b.size(1) == k)),
+             "a {} and b {} do not fit weights {}", shape_text(a), shape_text(b), shape_text(w));
+  MC_REQUIRE(m_splits.dtype() == kDTypes.int64 && m_splits.dim() == 1 &&
+                 m_splits.size(0) == shape.num_experts,
+             "m_splits must be ({},) int64, got {}", shape.num_experts, shape_text(m_splits));
+  if (out) {
+    MC_REQUIRE(out->dtype() == kDTypes.float32 && out->is_contiguous(),
+               "out must be float32 and contiguous");
+    MC_REQUIRE(product == kWeightGrad || (out->dim() == 2 && out->size(0) == shape.num_rows &&
+                                          out->size(1) == (product == kForward ? n : k)),
+               "out must be ({}, {}), got {}", shape.num_rows, product == kForward ? n : k,
+               shape_text(*out));
+  }
+  return shape;
+}
+
+int64_t checked_first_row(const std::optional<Tensor>& first_row, int64_t num_rows) {
+  if (!first_row) {
+    return 0;
+  }
+  MC_REQUIRE(first_row->dtype() == kDTypes.int64 && first_row->numel() == 1,
+             "first_row must be an int64 scalar, got {}", shape_text(*first_row));
+  const int64_t first = *first_row->data<int64_t>();
+  MC_REQUIRE(first >= 0 && first <= num_rows, "first_row must be in [0, {}], got {}", num_rows,
+             first);
+  return first;
+}
+
+// Zeros the gradients of experts that do not add to them.
+void clear_masked(const Tensor& mask, const moe::GroupedShape& shape, float* grad_w) {
+  MC_REQUIRE(mask.dtype() == kDTypes.boolean && mask.dim() == 1 &&
+                 mask.size(0) == shape.num_experts && mask.is_contiguous(),
+             "mask must be ({},) bool, contiguous, got {}", shape.num_experts, shape_text(mask));
+  const int64_t numel = shape.out_features * shape.in_features;
+  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
+    if (!mask.data<bool>()[expert]) {
+      std::fill_n(grad_w + expert * numel, numel, 0.0F);
+    }
+  }
+}
+
+}  // namespace
+
+Tensor grouped_product(Tensor a,
+                       Tensor b,
+                       Tensor m_splits,
+                       int64_t product,
+                       std::optional<Tensor> out,
+                       std::optional<Tensor> first_row,
+                       std::optional<Tensor> mask,
+                       bool accumulate,
+                       bool clear_padding,
+                       int64_t expected_rows) {
+  static_cast<void>(expected_rows);  // a hint for GPUs
+  moe::GroupedShape shape = checked_shape(a, b, m_splits, product, out);
+  const int64_t first = checked_first_row(first_row, shape.num_rows);
+  const int64_t n = shape.out_features, k = shape.in_features;
+  const int32_t dtype = a.dtype();
+  a = contiguous(std::move(a), kDTypes.float32);
+  b = contiguous(std::move(b), kDTypes.float32);
+  m_splits = contiguous(std::move(m_splits));
+  const int64_t width = product == kForward ? n : k;
+  Tensor result = out             ? std::move(*out)
+                  : clear_padding ? empty({shape.num_rows, width}, kDTypes.float32)
+                                  : empty_in_part(a, {shape.num_rows, width}, kDTypes.float32);
+  // Rows before the first and behind the last one belong to other groups.
+  shape.num_rows -= first;
+  clear_padding = clear_padding && !first_row;
+  const float* left = a.data<float>() + first * (product == kForward ? k : n);
+  const float* right = b.data<float>();
+  const auto* splits = m_splits.data<int64_t>();
+  auto* to = result.mutable_data<float>();
+  if (product == kForward) {
+    moe::grouped_gemm(left, right, splits, to + first * n, shape, clear_padding, num_threads());
+  } else if (product == kInputGrad) {
+    moe::grouped_gemm_input_grad(left, right, splits, to + first * k, shape, clear_padding,
+                                 num_threads());
+  } else {
+    if (accumulate && mask) {
+      clear_masked(*mask, shape, to);
+    }
+    moe::grouped_gemm_weight_grad(left, right + first * k, splits, to, shape, accumulate,
+                                  num_threads());
+  }
+  // An operation of torch may not return its argument.
+  return out ? empty({0}, dtype) : contiguous(std::move(result), dtype);
+}
+
+}  // namespace megacore::ops
