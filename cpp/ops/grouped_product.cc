@@ -82,9 +82,8 @@ Tensor grouped_product(Tensor a,
   b = contiguous(std::move(b), kDTypes.float32);
   m_splits = contiguous(std::move(m_splits));
   const int64_t width = product == kForward ? n : k;
-  Tensor result = out             ? std::move(*out)
-                  : clear_padding ? empty({shape.num_rows, width}, kDTypes.float32)
-                                  : empty_in_part(a, {shape.num_rows, width}, kDTypes.float32);
+  const Tensor* partly = clear_padding ? nullptr : &a;
+  Tensor result = out ? std::move(*out) : empty({shape.num_rows, width}, kDTypes.float32, partly);
   // Rows before the first and behind the last one belong to other groups.
   shape.num_rows -= first;
   clear_padding = clear_padding && !first_row;

@@ -20,6 +20,10 @@ constexpr Kernel kKernels[] = {
     {"_rms_norm", kernel_of<rms_norm>},
     {"_add_rms_norm", kernel_of<add_rms_norm>},
     {"_rms_norm_backward", kernel_of<rms_norm_backward>},
+    {"_swiglu", kernel_of<swiglu>},
+    {"_swiglu_backward", kernel_of<swiglu_backward>},
+    {"_gelu", kernel_of<gelu>},
+    {"_gelu_backward", kernel_of<gelu_backward>},
     {"_grouped_product", kernel_of<grouped_product>},
 };
 

@@ -23,6 +23,21 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad,
                                              bool of_weight,
                                              std::optional<Tensor> grad_sum);
 
+// Activations of rows x (M, F), or (M, 2F) for swiglu, times a number per row; rows from
+// `num_rows`, an int64 scalar, on are neither read nor written.
+Tensor swiglu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
+Tensor gelu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
+
+// Gradients of x and, without elements if there are none, of the numbers per row.
+std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad,
+                                           Tensor x,
+                                           std::optional<Tensor> probs,
+                                           std::optional<Tensor> num_rows);
+std::tuple<Tensor, Tensor> gelu_backward(Tensor grad,
+                                         Tensor x,
+                                         std::optional<Tensor> probs,
+                                         std::optional<Tensor> num_rows);
+
 // Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
 // the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:
 // float32, contiguous. With it the result has no elements, else it has the dtype of a. `mask`, one

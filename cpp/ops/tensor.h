@@ -128,37 +128,33 @@ inline std::string shape_text(const Tensor& tensor) {
 
 inline constexpr size_t kMaxDim = 64;  // of torch
 
-// New memory on the CPU, contiguous.
-inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype) {
-  MC_REQUIRE(sizes.size() <= kMaxDim, "tensors have at most {} axes, got {}", kMaxDim,
-             sizes.size());
+// New memory on the CPU, contiguous. If a part of it will not be written, `partly` is any tensor on
+// the CPU: torch then fills the memory where it was asked for deterministic operations.
+inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype, const Tensor* partly = nullptr) {
+  AtenTensorHandle handle = nullptr;
+  const auto dim = static_cast<int64_t>(sizes.size());
+  if (partly != nullptr) {
+    check_torch(aoti_torch_aten_new_empty(partly->handle(), sizes.data(), dim, &dtype, nullptr,
+                                          nullptr, 0, nullptr, &handle),
+                "new_empty");
+    return Tensor(handle);
+  }
+  MC_REQUIRE(sizes.size() <= kMaxDim, "tensors have at most {} axes, got {}", kMaxDim, dim);
   std::array<int64_t, kMaxDim> strides;
   int64_t stride = 1;
   for (size_t axis = sizes.size(); axis-- > 0;) {
     strides[axis] = stride;
     stride *= sizes[axis] > 1 ? sizes[axis] : 1;
   }
-  AtenTensorHandle handle = nullptr;
-  check_torch(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               dtype, aoti_torch_device_type_cpu(), 0, &handle),
-      "empty_strided");
+  check_torch(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), dtype,
+                                       aoti_torch_device_type_cpu(), 0, &handle),
+              "empty_strided");
   return Tensor(handle);
 }
-inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
-  return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype);
-}
-// The same for results of which a part is not written: torch fills it if it was asked for
-// deterministic operations.
-inline Tensor empty_in_part(const Tensor& beside,
-                            std::initializer_list<int64_t> sizes,
-                            int32_t dtype) {
-  AtenTensorHandle handle = nullptr;
-  check_torch(
-      aoti_torch_aten_new_empty(beside.handle(), sizes.begin(), static_cast<int64_t>(sizes.size()),
-                                &dtype, nullptr, nullptr, 0, nullptr, &handle),
-      "new_empty");
-  return Tensor(handle);
+inline Tensor empty(std::initializer_list<int64_t> sizes,
+                    int32_t dtype,
+                    const Tensor* partly = nullptr) {
+  return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype, partly);
 }
 inline Tensor empty_like(const Tensor& tensor) { return empty(tensor.sizes(), tensor.dtype()); }
 

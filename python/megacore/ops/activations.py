@@ -6,7 +6,6 @@ Shapes: M rows, F inner width of an MLP or expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dense import wide, wide_dtype
-from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
@@ -195,18 +194,16 @@ _CLAMP, _SLOPE = 7.0, 1.702
 
 
 def _activate(
-    factor: int,
-    kernel: Callable[..., None],
-    x: Tensor,
-    probs: Tensor | None,
-    num_rows: Tensor | None = None,
+    name: str, factor: int, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Run a kernel whose input is ``factor`` times as wide as its result."""
+    """Run a GPU's kernel whose input is ``factor`` times as wide as its result."""
     x = x.contiguous()
     probs = None if probs is None else probs.float().contiguous()
     rows, width = x.shape[0], x.shape[1] // factor
     y = x.new_empty(rows, width)
-    kernel(
+    launch(
+        name,
+        x,
         x=x.data_ptr(),
         probs=0 if probs is None else probs.data_ptr(),
         y=y.data_ptr(),
@@ -214,23 +211,20 @@ def _activate(
         rows=rows,
         width=width,
         dtype=DTYPES[x.dtype],
-        num_threads=torch.get_num_threads(),
     )
     return y
 
 
 def _activate_backward(
-    kernel: Callable[..., None],
-    grad: Tensor,
-    x: Tensor,
-    probs: Tensor | None,
-    num_rows: Tensor | None = None,
+    name: str, grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     row_probs = None if probs is None else probs.float().contiguous()
     grad_x = torch.empty_like(x)
     grad_probs = grad.new_empty(0 if row_probs is None else row_probs.shape[0], dtype=torch.float32)
-    kernel(
+    launch(
+        name,
+        x,
         grad_y=grad.data_ptr(),
         x=x.data_ptr(),
         probs=0 if row_probs is None else row_probs.data_ptr(),
@@ -240,7 +234,6 @@ def _activate_backward(
         rows=grad.shape[0],
         width=grad.shape[1],
         dtype=DTYPES[x.dtype],
-        num_threads=torch.get_num_threads(),
     )
     return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
 
@@ -271,26 +264,34 @@ def _gelu_fake(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) 
     return x.new_empty(x.shape)
 
 
-_swiglu = define_op(
+_swiglu = define_compiled(
     "swiglu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    **native("swiglu", partial(_activate, 2), swiglu_reference),
+    cuda=partial(_activate, "swiglu", 2),
+    reference=swiglu_reference,
     fake=_swiglu_fake,
+    has_gradient=True,
 )
-_swiglu_backward = define_op(
+_swiglu_backward = define_compiled(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    **native("swiglu_backward", _activate_backward, _swiglu_backward_reference, fits=_one_dtype),
+    cuda=partial(_activate_backward, "swiglu_backward"),
+    reference=_swiglu_backward_reference,
+    fits=_one_dtype,
     fake=_backward_fake,
 )
-_gelu = define_op(
+_gelu = define_compiled(
     "gelu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    **native("gelu", partial(_activate, 1), gelu_reference),
+    cuda=partial(_activate, "gelu", 1),
+    reference=gelu_reference,
     fake=_gelu_fake,
+    has_gradient=True,
 )
-_gelu_backward = define_op(
+_gelu_backward = define_compiled(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    **native("gelu_backward", _activate_backward, _gelu_backward_reference, fits=_one_dtype),
+    cuda=partial(_activate_backward, "gelu_backward"),
+    reference=_gelu_backward_reference,
+    fits=_one_dtype,
     fake=_backward_fake,
 )
 

@@ -18,7 +18,7 @@ from megacore.ops.gemm import grouped_gemm
 from megacore.ops.grouped_product import grouped_product
 
 OPS = torch.ops.megacore
-DIFFERENTIABLE = ("rms_norm", "add_rms_norm")
+DIFFERENTIABLE = ("rms_norm", "add_rms_norm", "swiglu", "gelu")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,6 +35,10 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "add_rms_norm": [x, x.flip(0), weight, 1e-5],
         "rms_norm_backward": [x, x.flip(0), weight, scale, True, True, x.flip(1)],
         "grouped_product": [rows, w, m_splits, 0, None, None],
+        "swiglu": [rows, draw(7), None],
+        "swiglu_backward": [rows[:, :4], rows, draw(7, dtype=dtype), torch.tensor(7)],
+        "gelu": [rows, None, torch.tensor(7)],
+        "gelu_backward": [rows, rows.flip(0), draw(7), None],
     }
 
 
@@ -94,6 +98,10 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("rms_norm_backward", {0: torch.ones(3, 2, 8).double()}, "grad must have the dtype of x"),
         ("rms_norm_backward", {3: torch.ones(5)}, r"a float32 number per row .*, got \(5,\)"),
         ("rms_norm_backward", {6: torch.ones(8)}, "grad_sum must have the shape of x"),
+        ("swiglu", {0: torch.ones(7, 5)}, r"x must be \(M, 2 F\), got \(7, 5\)"),
+        ("gelu", {1: torch.ones(6)}, r"probs must be \(7,\), got \(6,\)"),
+        ("gelu", {2: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),
+        ("swiglu_backward", {0: torch.ones(7, 8)}, r"grad must be \(7, 4\) with the dtype of x"),
         ("grouped_product", {3: 3}, "product must be 0, 1 or 2, got 3"),
         ("grouped_product", {3: 2}, "a weight gradient must have an out"),
         ("grouped_product", {0: torch.ones(8)}, r"must have 2 axes and weights 3, got a \(8,\)"),
