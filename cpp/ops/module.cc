@@ -24,6 +24,12 @@ constexpr Kernel kKernels[] = {
     {"_swiglu_backward", kernel_of<swiglu_backward>},
     {"_gelu", kernel_of<gelu>},
     {"_gelu_backward", kernel_of<gelu_backward>},
+    {"_sort_by_expert", kernel_of<sort_by_expert>},
+    {"_permute", kernel_of<permute>},
+    {"_unpermute", kernel_of<unpermute>},
+    {"_permute_both", kernel_of<permute_both>},
+    {"_unpermute_both", kernel_of<unpermute_both>},
+    {"_row_dots", kernel_of<row_dots>},
     {"_grouped_product", kernel_of<grouped_product>},
 };
 

@@ -38,6 +38,17 @@ std::tuple<Tensor, Tensor> gelu_backward(Tensor grad,
                                          std::optional<Tensor> probs,
                                          std::optional<Tensor> num_rows);
 
+// Rows by expert of copies of tokens: row_map (T, k) holds the row of each copy, -1 for none.
+std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts);
+Tensor permute(Tensor tokens, Tensor row_map, int64_t num_rows, std::optional<Tensor> weights);
+Tensor unpermute(Tensor rows, Tensor row_map, std::optional<Tensor> weights);
+std::tuple<Tensor, Tensor> permute_both(Tensor tokens,
+                                        Tensor probs,
+                                        Tensor row_map,
+                                        int64_t num_rows);
+std::tuple<Tensor, Tensor> unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map);
+Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map);
+
 // Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
 // the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:
 // float32, contiguous. With it the result has no elements, else it has the dtype of a. `mask`, one

@@ -9,7 +9,6 @@ Shapes: T tokens, k choices per token, H features, R rows, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.dense import wide_dtype
-from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
@@ -191,24 +190,20 @@ def _check_rows(
         )
 
 
-Kernel = Callable[..., None]
-
-
-def _sort(kernel: Kernel, expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _sort(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     expert_of = expert_of.contiguous()
     row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
-    workspace = {}
-    if expert_of.is_cuda:
-        size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
-        scratch = expert_of.new_empty(size, dtype=torch.int32)
-        workspace["workspace"] = scratch.data_ptr()
-    kernel(
+    size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
+    workspace = expert_of.new_empty(size, dtype=torch.int32)
+    launch(
+        "sort_by_expert",
+        expert_of,
         expert_of=expert_of.data_ptr(),
         numel=expert_of.numel(),
         num_experts=num_experts,
         row_map=row_map.data_ptr(),
         tokens_per_expert=counts.data_ptr(),
-        **workspace,
+        workspace=workspace.data_ptr(),
     )
     return row_map, counts
 
@@ -220,7 +215,6 @@ def _sorts(expert_of: Tensor, num_experts: int) -> bool:
 
 
 def _permute_rows(
-    kernel: Kernel,
     tokens: Tensor,
     row_map: Tensor,
     num_rows: int,
@@ -231,27 +225,26 @@ def _permute_rows(
     tokens, row_map = tokens.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     rows = tokens.new_empty(num_rows, tokens.shape[1]) if out is None else out
-    workspace = {}
-    if tokens.is_cuda:
-        is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
-        workspace["is_written"] = is_written.data_ptr()
-    kernel(
+    is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
+    launch(
+        "permute",
+        tokens,
         tokens=tokens.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         rows=rows.data_ptr(),
-        **workspace,
+        is_written=is_written.data_ptr(),
         **_map_arguments(row_map, rows),
     )
     return rows
 
 
-def _unpermute_rows(
-    kernel: Kernel, rows: Tensor, row_map: Tensor, weights: Tensor | None
-) -> Tensor:
+def _unpermute_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     rows, row_map = rows.contiguous(), row_map.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
-    kernel(
+    launch(
+        "unpermute",
+        rows,
         rows=rows.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         tokens=tokens.data_ptr(),
@@ -261,20 +254,18 @@ def _unpermute_rows(
 
 
 def _permute_both_rows(
-    kernel: Kernel, tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
+    tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    rows = _permute_rows(kernel, tokens, row_map, num_rows, None)
+    rows = _permute_rows(tokens, row_map, num_rows, None)
     # Not a view, which could not be changed in place.
     row_probs = probs.new_empty(num_rows)
-    _permute_rows(kernel, *_as_tokens(probs, row_map), num_rows, None, out=row_probs.view(-1, 1))
+    _permute_rows(*_as_tokens(probs, row_map), num_rows, None, out=row_probs.view(-1, 1))
     return rows, row_probs
 
 
-def _unpermute_both_rows(
-    kernel: Kernel, rows: Tensor, row_probs: Tensor, row_map: Tensor
-) -> tuple[Tensor, Tensor]:
-    tokens = _unpermute_rows(kernel, rows, row_map, None)
-    probs = _unpermute_rows(kernel, *_as_tokens(row_probs, row_map), None)
+def _unpermute_both_rows(rows: Tensor, row_probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = _unpermute_rows(rows, row_map, None)
+    probs = _unpermute_rows(*_as_tokens(row_probs, row_map), None)
     return tokens, probs.view(row_map.shape)
 
 
@@ -307,10 +298,12 @@ def _one_dtype(tokens: Tensor, rows: Tensor, row_map: Tensor) -> bool:
     return tokens.dtype == rows.dtype
 
 
-def _dot_rows(kernel: Kernel, tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
+def _dot_rows(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
     dots = rows.new_empty(row_map.shape, dtype=torch.float32)
-    kernel(
+    launch(
+        "row_dots",
+        rows,
         tokens=tokens.data_ptr(),
         rows=rows.data_ptr(),
         dots=dots.data_ptr(),
@@ -328,7 +321,6 @@ def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
         "num_rows": rows.shape[0],
         "width": rows.shape[1],
         "dtype": DTYPES[rows.dtype],
-        "num_threads": torch.get_num_threads(),
     }
 
 
@@ -361,41 +353,50 @@ def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
     return rows.new_empty(row_map.shape, dtype=wide_dtype(rows))
 
 
-_sort_by_expert = define_op(
+_sort_by_expert = define_compiled(
     "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
-    **native(
-        "sort_by_expert",
-        _sort,
-        sort_by_expert_reference,
-        cuda_fits=_sorts,
-        dtypes=(torch.int64,),
-    ),
+    cuda=_sort,
+    reference=sort_by_expert_reference,
+    cuda_fits=_sorts,
+    dtypes=(torch.int64,),
     fake=_sort_fake,
 )
-_permute = define_op(
+_permute = define_compiled(
     "permute(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
-    **native("permute", _permute_rows, permute_reference),
+    cuda=_permute_rows,
+    reference=permute_reference,
     fake=_permute_fake,
+    has_gradient=True,
 )
-_unpermute = define_op(
+_unpermute = define_compiled(
     "unpermute(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    **native("unpermute", _unpermute_rows, unpermute_reference),
+    cuda=_unpermute_rows,
+    reference=unpermute_reference,
     fake=_unpermute_fake,
+    has_gradient=True,
 )
-_permute_both = define_op(
+_permute_both = define_compiled(
     "permute_both(Tensor tokens, Tensor probs, Tensor row_map, SymInt num_rows)"
     " -> (Tensor, Tensor)",
-    **native("permute", _permute_both_rows, _permute_both_reference, fits=_probs_fit),
+    cuda=_permute_both_rows,
+    reference=_permute_both_reference,
+    fits=_probs_fit,
     fake=_permute_both_fake,
+    has_gradient=True,
 )
-_unpermute_both = define_op(
+_unpermute_both = define_compiled(
     "unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map) -> (Tensor, Tensor)",
-    **native("unpermute", _unpermute_both_rows, _unpermute_both_reference, fits=_probs_fit),
+    cuda=_unpermute_both_rows,
+    reference=_unpermute_both_reference,
+    fits=_probs_fit,
     fake=_unpermute_both_fake,
+    has_gradient=True,
 )
-_row_dots = define_op(
+_row_dots = define_compiled(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
-    **native("row_dots", _dot_rows, _row_dots_reference, fits=_one_dtype),
+    cuda=_dot_rows,
+    reference=_row_dots_reference,
+    fits=_one_dtype,
     fake=_row_dots_fake,
 )
 

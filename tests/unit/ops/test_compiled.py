@@ -18,7 +18,10 @@ from megacore.ops.gemm import grouped_gemm
 from megacore.ops.grouped_product import grouped_product
 
 OPS = torch.ops.megacore
-DIFFERENTIABLE = ("rms_norm", "add_rms_norm", "swiglu", "gelu")
+DIFFERENTIABLE = (
+    *("rms_norm", "add_rms_norm", "swiglu", "gelu"),
+    *("permute", "unpermute", "permute_both", "unpermute_both"),
+)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,11 +33,18 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     x, weight = draw(3, 2, 8, dtype=dtype), draw(8, dtype=dtype)
     scale = draw(3, 2, 1).abs()
     rows, w, m_splits = draw(7, 8, dtype=dtype), draw(3, 4, 8, dtype=dtype), torch.tensor([2, 0, 3])
+    row_map, tokens = torch.tensor([[3, 0], [-1, 6], [2, 1]]), draw(3, 8, dtype=dtype)
     return {
         "rms_norm": [x, weight, 1e-5],
         "add_rms_norm": [x, x.flip(0), weight, 1e-5],
         "rms_norm_backward": [x, x.flip(0), weight, scale, True, True, x.flip(1)],
         "grouped_product": [rows, w, m_splits, 0, None, None],
+        "sort_by_expert": [torch.tensor([[1, 0], [-1, 2], [2, 1]]), 3],
+        "permute": [tokens, row_map, 7, draw(3, 2)],
+        "unpermute": [rows, row_map, draw(3, 2, dtype=dtype)],
+        "permute_both": [tokens, draw(3, 2), row_map, 7],
+        "unpermute_both": [rows, draw(7), row_map],
+        "row_dots": [tokens, rows, row_map],
         "swiglu": [rows, draw(7), None],
         "swiglu_backward": [rows[:, :4], rows, draw(7, dtype=dtype), torch.tensor(7)],
         "gelu": [rows, None, torch.tensor(7)],
@@ -102,6 +112,15 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("gelu", {1: torch.ones(6)}, r"probs must be \(7,\), got \(6,\)"),
         ("gelu", {2: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),
         ("swiglu_backward", {0: torch.ones(7, 8)}, r"grad must be \(7, 4\) with the dtype of x"),
+        ("sort_by_expert", {0: torch.ones(3)}, "expert_of must be int64"),
+        ("sort_by_expert", {1: -1}, "num_experts must be at least 0, got -1"),
+        ("permute", {0: torch.ones(4, 8)}, r"tokens must be \(3, H\), .*, got \(4, 8\)"),
+        ("permute", {1: torch.ones(3, 2)}, r"row_map must be \(T, k\) int64, got \(3, 2\)"),
+        ("permute", {2: -1}, "num_rows must be at least 0, got -1"),
+        ("unpermute", {2: torch.ones(2, 3)}, r"weights must .* row_map \(3, 2\), got \(2, 3\)"),
+        ("permute_both", {1: torch.ones(3, 2).double()}, "probs must be float32 with the shape"),
+        ("unpermute_both", {1: torch.ones(6)}, r"row_probs \(M,\) float32, got .* and \(6,\)"),
+        ("row_dots", {1: torch.ones(7, 9)}, r"rows must be \(M, 8\) .*, got \(7, 9\)"),
         ("grouped_product", {3: 3}, "product must be 0, 1 or 2, got 3"),
         ("grouped_product", {3: 2}, "a weight gradient must have an out"),
         ("grouped_product", {0: torch.ones(8)}, r"must have 2 axes and weights 3, got a \(8,\)"),
