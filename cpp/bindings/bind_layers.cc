@@ -2,7 +2,6 @@
 #include <string_view>
 
 #include "bindings.h"
-#include "megacore/layers/dense.h"
 #include "megacore/layers/dropout.h"
 #include "megacore/moe/router.h"
 
@@ -74,64 +73,6 @@ void bind_layers(py::module_& module) {
       "x", "sample_ids", "positions", "key", "key_value", "y", "sequence", "batch", "width",
       "threshold", "factor", "dtype", "num_threads");
   bind_router(module);
-  def_kernel(
-      module, "split_and_rotate",
-      [](uintptr_t qkv, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin,
-         int64_t num_tokens, int64_t batch, int64_t num_groups, int64_t q_per_kv, int64_t head_dim,
-         int64_t num_rotated, bool position_per_sample, bool backward, std::string_view dtype,
-         int num_threads) {
-        for_dtype(dtype, [&]<typename Float>(Float) {
-          layers::split_and_rotate(pointer<Float>(qkv), pointer<Float>(q), pointer<Float>(k),
-                                   pointer<Float>(v), pointer<const float>(cos),
-                                   pointer<const float>(sin),
-                                   {.num_tokens = num_tokens,
-                                    .batch = batch,
-                                    .num_groups = num_groups,
-                                    .q_per_kv = q_per_kv,
-                                    .head_dim = head_dim,
-                                    .num_rotated = num_rotated,
-                                    .position_per_sample = position_per_sample},
-                                   backward, num_threads);
-        });
-      },
-      "qkv", "q", "k", "v", "cos", "sin", "num_tokens", "batch", "num_groups", "q_per_kv",
-      "head_dim", "num_rotated", "position_per_sample", "backward", "dtype", "num_threads");
-  def_kernel(
-      module, "norm_and_rotate",
-      [](uintptr_t qkv, uintptr_t q_weight, uintptr_t k_weight, float eps, uintptr_t scale,
-         uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cos, uintptr_t sin, uintptr_t grad_qkv,
-         uintptr_t grad_q_weight, uintptr_t grad_k_weight, int64_t num_tokens, int64_t batch,
-         int64_t num_groups, int64_t q_per_kv, int64_t head_dim, int64_t num_rotated,
-         bool position_per_sample, bool backward, std::string_view dtype, int num_threads) {
-        const layers::HeadShape shape = {.num_tokens = num_tokens,
-                                         .batch = batch,
-                                         .num_groups = num_groups,
-                                         .q_per_kv = q_per_kv,
-                                         .head_dim = head_dim,
-                                         .num_rotated = num_rotated,
-                                         .position_per_sample = position_per_sample};
-        for_dtype(dtype, [&]<typename Float>(Float) {
-          const layers::HeadNorms<Float> norms = {pointer<const Float>(q_weight),
-                                                  pointer<const Float>(k_weight), eps,
-                                                  pointer<float>(scale)};
-          if (backward) {
-            const layers::HeadGrads<Float> grads = {
-                pointer<const Float>(q),       pointer<const Float>(k),
-                pointer<const Float>(v),       pointer<Float>(grad_qkv),
-                pointer<float>(grad_q_weight), pointer<float>(grad_k_weight)};
-            layers::norm_and_rotate_backward(grads, pointer<const Float>(qkv), norms,
-                                             pointer<const float>(cos), pointer<const float>(sin),
-                                             shape, num_threads);
-          } else {
-            layers::norm_and_rotate(pointer<const Float>(qkv), norms, pointer<Float>(q),
-                                    pointer<Float>(k), pointer<Float>(v), pointer<const float>(cos),
-                                    pointer<const float>(sin), shape, num_threads);
-          }
-        });
-      },
-      "qkv", "q_weight", "k_weight", "eps", "scale", "q", "k", "v", "cos", "sin", "grad_qkv",
-      "grad_q_weight", "grad_k_weight", "num_tokens", "batch", "num_groups", "q_per_kv", "head_dim",
-      "num_rotated", "position_per_sample", "backward", "dtype", "num_threads");
 }
 
 }  // namespace megacore::bindings

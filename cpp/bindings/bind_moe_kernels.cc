@@ -1,15 +1,12 @@
-#include <array>
 #include <cstdint>
 #include <string_view>
 
 #include "bindings.h"
 #include "megacore/base/check.h"
-#include "megacore/moe/activations.h"
 #include "megacore/moe/echo_counts.h"
 #include "megacore/moe/fp8.h"
 #include "megacore/moe/grouped_arguments.h"
 #include "megacore/moe/grouped_gemm.h"
-#include "megacore/moe/permutation.h"
 #include "megacore/moe/reroute.h"
 
 namespace py = pybind11;
@@ -43,25 +40,6 @@ void bind_grouped_arguments(py::module_& module) {
       "product", "m_splits", "accumulate_mask", "accumulate", "num_rows", "num_experts",
       "out_features", "in_features", "operand_bytes", "result_bytes", "a", "b", "d", "arguments",
       py::arg("first_row") = 0, py::arg("a_scale") = 0, py::arg("b_scale") = 0);
-}
-
-void bind_choices(py::module_& module) {
-  def_kernel(
-      module, "sort_by_expert",
-      [](uintptr_t expert_of, int64_t numel, int64_t num_experts, uintptr_t row_map,
-         uintptr_t tokens_per_expert) {
-        moe::sort_by_expert(pointer<const int64_t>(expert_of), numel, num_experts,
-                            pointer<int64_t>(row_map), pointer<int64_t>(tokens_per_expert));
-      },
-      "expert_of", "numel", "num_experts", "row_map", "tokens_per_expert");
-  def_kernel(
-      module, "top_k",
-      [](uintptr_t scores, int64_t rows, int64_t columns, int64_t k, uintptr_t chosen,
-         int num_threads) {
-        moe::top_k(pointer<const float>(scores), rows, columns, k, pointer<int64_t>(chosen),
-                   num_threads);
-      },
-      "scores", "rows", "columns", "k", "chosen", "num_threads");
 }
 
 void bind_echo_counts(py::module_& module) {
@@ -111,50 +89,6 @@ void bind_reroute(py::module_& module) {
       "slot_expert", "tokens", "place_of");
 }
 
-// Defines an operation on three arrays, whose keywords are `arrays`, and a row map.
-template <typename Run>
-void def_row_operation(py::module_& module,
-                       const char* name,
-                       const std::array<const char*, 3>& arrays,
-                       Run run) {
-  def_kernel(
-      module, name,
-      [run](uintptr_t first, uintptr_t second, uintptr_t third, uintptr_t row_map,
-            int64_t num_tokens, int64_t num_choices, int64_t num_rows, int64_t width,
-            std::string_view dtype, int num_threads) {
-        const moe::RowMap map{pointer<const int64_t>(row_map), num_tokens, num_choices, num_rows};
-        for_dtype(dtype, [&](auto element) {
-          run(element, first, second, third, map, width, num_threads);
-        });
-      },
-      arrays[0], arrays[1], arrays[2], "row_map", "num_tokens", "num_choices", "num_rows", "width",
-      "dtype", "num_threads");
-}
-
-void bind_rows(py::module_& module) {
-  def_row_operation(
-      module, "permute", {"tokens", "weights", "rows"},
-      [](auto element, uintptr_t tokens, uintptr_t weights, uintptr_t rows, auto... shape) {
-        using Float = decltype(element);
-        moe::permute(pointer<const Float>(tokens), pointer<const float>(weights),
-                     pointer<Float>(rows), shape...);
-      });
-  def_row_operation(
-      module, "unpermute", {"rows", "weights", "tokens"},
-      [](auto element, uintptr_t rows, uintptr_t weights, uintptr_t tokens, auto... shape) {
-        using Float = decltype(element);
-        moe::unpermute(pointer<const Float>(rows), pointer<const float>(weights),
-                       pointer<Float>(tokens), shape...);
-      });
-  def_row_operation(
-      module, "row_dots", {"tokens", "rows", "dots"},
-      [](auto element, uintptr_t tokens, uintptr_t rows, uintptr_t dots, auto... shape) {
-        using Float = decltype(element);
-        moe::row_dots(pointer<const Float>(tokens), pointer<const Float>(rows),
-                      pointer<float>(dots), shape...);
-      });
-}
-
 void bind_fp8(py::module_& module) {
   def_kernel(
       module, "quantize_rows",
@@ -195,47 +129,13 @@ void bind_fp8(py::module_& module) {
       "num_threads");
 }
 
-template <moe::Activation kKind>
-void bind_activation(py::module_& module, const char* forward, const char* backward) {
-  def_kernel(
-      module, forward,
-      [](uintptr_t x, uintptr_t probs, uintptr_t y, uintptr_t num_rows, int64_t rows, int64_t width,
-         std::string_view dtype, int num_threads) {
-        for_dtype(dtype, [&](auto element) {
-          using Float = decltype(element);
-          moe::activate(
-              kKind, pointer<const Float>(x), pointer<const float>(probs), pointer<Float>(y),
-              moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
-        });
-      },
-      "x", "probs", "y", "num_rows", "rows", "width", "dtype", "num_threads");
-  def_kernel(
-      module, backward,
-      [](uintptr_t grad_y, uintptr_t x, uintptr_t probs, uintptr_t grad_x, uintptr_t grad_probs,
-         uintptr_t num_rows, int64_t rows, int64_t width, std::string_view dtype, int num_threads) {
-        for_dtype(dtype, [&](auto element) {
-          using Float = decltype(element);
-          moe::activate_backward(
-              kKind, pointer<const Float>(grad_y), pointer<const Float>(x),
-              pointer<const float>(probs), pointer<Float>(grad_x), pointer<float>(grad_probs),
-              moe::ActivationShape{rows, width, pointer<const int64_t>(num_rows)}, num_threads);
-        });
-      },
-      "grad_y", "x", "probs", "grad_x", "grad_probs", "num_rows", "rows", "width", "dtype",
-      "num_threads");
-}
-
 }  // namespace
 
 void bind_moe_kernels(py::module_& module) {
   module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
   bind_grouped_arguments(module);
-  bind_choices(module);
   bind_echo_counts(module);
   bind_reroute(module);
-  bind_rows(module);
-  bind_activation<moe::Activation::kSwiglu>(module, "swiglu", "swiglu_backward");
-  bind_activation<moe::Activation::kGelu>(module, "gelu", "gelu_backward");
   bind_fp8(module);
 }
 

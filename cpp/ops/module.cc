@@ -30,6 +30,11 @@ constexpr Kernel kKernels[] = {
     {"_permute_both", kernel_of<permute_both>},
     {"_unpermute_both", kernel_of<unpermute_both>},
     {"_row_dots", kernel_of<row_dots>},
+    {"_top_k", kernel_of<top_k>},
+    {"_split_and_rotate", kernel_of<split_and_rotate>},
+    {"_split_and_rotate_backward", kernel_of<split_and_rotate_backward>},
+    {"_norm_and_rotate", kernel_of<norm_and_rotate>},
+    {"_norm_and_rotate_backward", kernel_of<norm_and_rotate_backward>},
     {"_grouped_product", kernel_of<grouped_product>},
 };
 

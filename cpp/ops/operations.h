@@ -23,6 +23,36 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad,
                                              bool of_weight,
                                              std::optional<Tensor> grad_sum);
 
+// Splits qkv (S, B, G, (Q + 2) D) into heads and rotates q and k by tables (S, R) or (S, B, R); the
+// gradients of the heads become that of qkv.
+std::tuple<Tensor, Tensor, Tensor> split_and_rotate(Tensor qkv,
+                                                    Tensor cos,
+                                                    Tensor sin,
+                                                    int64_t head_dim);
+Tensor split_and_rotate_backward(
+    Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, Tensor sin);
+
+// The same behind norms of q and k, whose factors (S, B, G, Q + 1) are the last result. Gradients
+// of qkv and of both weights, without elements if they are not wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_and_rotate(Tensor qkv,
+                                                           Tensor q_weight,
+                                                           Tensor k_weight,
+                                                           Tensor cos,
+                                                           Tensor sin,
+                                                           int64_t head_dim,
+                                                           double eps);
+std::tuple<Tensor, Tensor, Tensor> norm_and_rotate_backward(Tensor grad_q,
+                                                            Tensor grad_k,
+                                                            Tensor grad_v,
+                                                            Tensor qkv,
+                                                            Tensor q_weight,
+                                                            Tensor k_weight,
+                                                            Tensor scale,
+                                                            Tensor cos,
+                                                            Tensor sin,
+                                                            bool of_qkv,
+                                                            bool of_weights);
+
 // Activations of rows x (M, F), or (M, 2F) for swiglu, times a number per row; rows from
 // `num_rows`, an int64 scalar, on are neither read nor written.
 Tensor swiglu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
@@ -48,6 +78,9 @@ std::tuple<Tensor, Tensor> permute_both(Tensor tokens,
                                         int64_t num_rows);
 std::tuple<Tensor, Tensor> unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map);
 Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map);
+
+// The columns with the k largest scores of each row, the first of equal ones.
+Tensor top_k(Tensor scores, int64_t k);
 
 // Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
 // the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:

@@ -69,6 +69,16 @@ std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts)
   return {std::move(row_map), std::move(counts)};
 }
 
+Tensor top_k(Tensor scores, int64_t k) {
+  MC_REQUIRE(scores.dim() == 2 && k >= 1 && k <= scores.size(1),
+             "k must be in [1, E] for scores (T, E), got {} for {}", k, shape_text(scores));
+  scores = contiguous(std::move(scores), kDTypes.float32);  // widening preserves their order
+  Tensor chosen = empty({scores.size(0), k}, kDTypes.int64);
+  moe::top_k(scores.data<float>(), scores.size(0), scores.size(1), k,
+             chosen.mutable_data<int64_t>(), num_threads());
+  return chosen;
+}
+
 Tensor permute(Tensor tokens, Tensor row_map, int64_t num_rows, std::optional<Tensor> weights) {
   check_map(row_map);
   check_tokens("tokens", tokens, row_map);

@@ -757,9 +757,6 @@ def fill_grouped_arguments(
 # Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
 
 def is_faster_than_mkl() -> bool: ...
-def sort_by_expert(
-    *, expert_of: int, numel: int, num_experts: int, row_map: int, tokens_per_expert: int
-) -> None: ...
 
 CLONE_WINDOW_PARTS: int
 
@@ -835,48 +832,6 @@ def reroute(
     tokens: int,
     place_of: int,
 ) -> None: ...
-def top_k(
-    *, scores: int, rows: int, columns: int, k: int, chosen: int, num_threads: int
-) -> None: ...
-def permute(
-    *,
-    tokens: int,
-    weights: int,
-    rows: int,
-    row_map: int,
-    num_tokens: int,
-    num_choices: int,
-    num_rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def unpermute(
-    *,
-    rows: int,
-    weights: int,
-    tokens: int,
-    row_map: int,
-    num_tokens: int,
-    num_choices: int,
-    num_rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def row_dots(
-    *,
-    tokens: int,
-    rows: int,
-    dots: int,
-    row_map: int,
-    num_tokens: int,
-    num_choices: int,
-    num_rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
 def quantize_rows(
     *,
     x: int,
@@ -913,102 +868,9 @@ def quantize_blocks(
     dtype: str,
     num_threads: int,
 ) -> None: ...
-def swiglu(
-    *,
-    x: int,
-    probs: int,
-    y: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def swiglu_backward(
-    *,
-    grad_y: int,
-    x: int,
-    probs: int,
-    grad_x: int,
-    grad_probs: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def gelu(
-    *,
-    x: int,
-    probs: int,
-    y: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def gelu_backward(
-    *,
-    grad_y: int,
-    x: int,
-    probs: int,
-    grad_x: int,
-    grad_probs: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
 
 # ---- layers --------------------------------------------------------------------------------------
 
-def split_and_rotate(
-    *,
-    qkv: int,
-    q: int,
-    k: int,
-    v: int,
-    cos: int,
-    sin: int,
-    num_tokens: int,
-    batch: int,
-    num_groups: int,
-    q_per_kv: int,
-    head_dim: int,
-    num_rotated: int,
-    position_per_sample: bool,
-    backward: bool,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def norm_and_rotate(
-    *,
-    qkv: int,
-    q_weight: int,
-    k_weight: int,
-    eps: float,
-    scale: int,
-    q: int,
-    k: int,
-    v: int,
-    cos: int,
-    sin: int,
-    grad_qkv: int,
-    grad_q_weight: int,
-    grad_k_weight: int,
-    num_tokens: int,
-    batch: int,
-    num_groups: int,
-    q_per_kv: int,
-    head_dim: int,
-    num_rotated: int,
-    position_per_sample: bool,
-    backward: bool,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
 def dropout(
     *,
     x: int,

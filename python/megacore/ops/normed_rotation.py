@@ -9,17 +9,22 @@ Shapes: as in :mod:`megacore.ops.rotation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.register import ALIGNMENT, DTYPES, aligned, define_gradient, define_op, native
+from megacore.ops.register import (
+    ALIGNMENT,
+    DTYPES,
+    aligned,
+    define_compiled,
+    define_gradient,
+    launch,
+)
 from megacore.ops.rotation import fits, head_sizes
 
-Kernel = Callable[..., None]
 Normed = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -144,15 +149,14 @@ def _backward_in_turn(
     return grad_qkv, found[0][1], found[1][1]
 
 
-def _forward(kernel: Kernel, qkv: Tensor, *args: Any) -> Normed:
+def _forward(qkv: Tensor, *args: Any) -> Normed:
     q_weight, k_weight, cos, sin, _, eps = args
     results = _forward_fake(qkv, *args)
-    _run(kernel, qkv, (q_weight, k_weight), cos, sin, results, eps=eps)
+    _run(qkv, (q_weight, k_weight), cos, sin, results, eps=eps)
     return results
 
 
 def _backward(
-    kernel: Kernel,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
@@ -168,17 +172,14 @@ def _backward(
     heads, weights = (grad_q, grad_k, grad_v, scale), (q_weight, k_weight)
     contiguous = torch.contiguous_format  # the kernel ignores the strides of a transposed input
     grad_qkv = torch.empty_like(qkv, memory_format=contiguous) if of_qkv else None
-    # On CPUs the sums over heads are float32.
-    sums = scale if qkv.is_cpu else q_weight
-    of_each = [sums.new_empty(len(q_weight)) if of_weights else None for _ in weights]
-    _run(kernel, qkv, weights, cos, sin, heads, grads=(grad_qkv, *of_each), backward=True)
+    of_each = [w.new_empty(len(w)) if of_weights else None for w in weights]
+    _run(qkv, weights, cos, sin, heads, grads=(grad_qkv, *of_each), backward=True)
     found = [grad_qkv, *of_each]
     empty = q_weight.new_empty(0)
-    return tuple(empty if each is None else each.to(qkv.dtype) for each in found)  # type: ignore[return-value]
+    return tuple(empty if each is None else each for each in found)  # type: ignore[return-value]
 
 
 def _run(
-    kernel: Kernel,
     qkv: Tensor,
     weights: tuple[Tensor, Tensor],
     cos: Tensor,
@@ -195,20 +196,14 @@ def _run(
     arguments |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=True)}
     for name, grad in zip(("grad_qkv", "grad_q_weight", "grad_k_weight"), grads, strict=True):
         arguments[name] = 0 if grad is None else grad.data_ptr()
-    if qkv.is_cuda:
-        head_dim, num_partial = len(weights[0]), 0
-        if grads[1] is not None:
-            num_heads = qkv.numel() // head_dim
-            num_partial = cuda_kernels().norm_rotate_partial_rows(num_heads=num_heads)
-        partial_sums = heads[3].new_empty(num_partial, 2 * head_dim)
-        arguments["partial_sums"] = partial_sums.data_ptr()
-    kernel(
-        **arguments,
-        eps=eps,
-        backward=backward,
-        dtype=DTYPES[qkv.dtype],
-        num_threads=torch.get_num_threads(),
-    )
+    head_dim, num_partial = len(weights[0]), 0
+    if grads[1] is not None:
+        num_heads = qkv.numel() // head_dim
+        num_partial = cuda_kernels().norm_rotate_partial_rows(num_heads=num_heads)
+    partial_sums = heads[3].new_empty(num_partial, 2 * head_dim)
+    arguments["partial_sums"] = partial_sums.data_ptr()
+    dtype = DTYPES[qkv.dtype]
+    launch("norm_and_rotate", qkv, **arguments, eps=eps, backward=backward, dtype=dtype)
 
 
 def _forward_fake(
@@ -249,23 +244,24 @@ def _backward_fake(
 
 
 _HEADS = "Tensor qkv, Tensor q_weight, Tensor k_weight"
-_normed = define_op(
+_normed = define_compiled(
     f"norm_and_rotate({_HEADS}, Tensor cos, Tensor sin, SymInt head_dim, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    **native("norm_and_rotate", _forward, _in_turn, fits=_fits, cuda_fits=_cuda_fits),
+    cuda=_forward,
+    reference=_in_turn,
+    fits=_fits,
+    cuda_fits=_cuda_fits,
     fake=_forward_fake,
+    has_gradient=True,
 )
-_normed_backward = define_op(
+_normed_backward = define_compiled(
     f"norm_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_HEADS}, "
     "Tensor scale, Tensor cos, Tensor sin, bool of_qkv, bool of_weights) "
     "-> (Tensor, Tensor, Tensor)",
-    **native(
-        "norm_and_rotate",
-        _backward,
-        _backward_in_turn,
-        fits=_backward_fits,
-        cuda_fits=_backward_cuda_fits,
-    ),
+    cuda=_backward,
+    reference=_backward_in_turn,
+    fits=_backward_fits,
+    cuda_fits=_backward_cuda_fits,
     fake=_backward_fake,
 )
 

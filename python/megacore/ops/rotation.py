@@ -10,7 +10,6 @@ dimension, R rotated elements of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.dense import wide
-from megacore.ops.register import DTYPES, define_gradient, define_op, native
-
-Kernel = Callable[..., None]
+from megacore.ops.register import DTYPES, define_compiled, define_gradient, launch
 
 
 def split_and_rotate(
@@ -115,7 +112,6 @@ def head_sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, Any]:
 
 
 def _rotate(
-    kernel: Kernel,
     qkv: Tensor,
     q: Tensor,
     k: Tensor,
@@ -127,7 +123,9 @@ def _rotate(
 ) -> None:
     """Write ``q``, ``k`` and ``v`` from ``qkv``, or backwards ``qkv`` from the others."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    kernel(
+    launch(
+        "split_and_rotate",
+        qkv,
         qkv=qkv.data_ptr(),
         q=q.data_ptr(),
         k=k.data_ptr(),
@@ -137,7 +135,6 @@ def _rotate(
         **head_sizes(q, k, cos),
         backward=backward,
         dtype=DTYPES[qkv.dtype],
-        num_threads=torch.get_num_threads(),
     )
 
 
@@ -160,25 +157,22 @@ def _fits(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
 def _backward_fits(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> bool:
-    del grad_k, grad_v
-    return fits(cos, sin, grad_q)
+    return grad_q.dtype == grad_k.dtype == grad_v.dtype and fits(cos, sin, grad_q)
 
 
-def _run(
-    kernel: Kernel, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     qkv = qkv.contiguous()
     q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
-    _rotate(kernel, qkv, q, k, v, cos, sin, backward=False)
+    _rotate(qkv, q, k, v, cos, sin, backward=False)
     return q, k, v
 
 
 def _run_backward(
-    kernel: Kernel, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     grad_q, grad_k, grad_v = grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
     grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
-    _rotate(kernel, grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
+    _rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
     return grad
 
 
@@ -201,28 +195,23 @@ def _backward_fake(
     return grad_q.new_empty(sequence, batch, groups, width)
 
 
-_split_and_rotate = define_op(
+_split_and_rotate = define_compiled(
     "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
     "-> (Tensor, Tensor, Tensor)",
-    **native(
-        "split_and_rotate",
-        _run,
-        split_and_rotate_reference,
-        fits=_fits,
-        cuda_fits=lambda *args: args[3] % 2 == 0,
-    ),
+    cuda=_run,
+    reference=split_and_rotate_reference,
+    fits=_fits,
+    cuda_fits=lambda *args: args[3] % 2 == 0,
     fake=_split_and_rotate_fake,
+    has_gradient=True,
 )
-_split_and_rotate_backward = define_op(
+_split_and_rotate_backward = define_compiled(
     "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
     "Tensor sin) -> Tensor",
-    **native(
-        "split_and_rotate",
-        _run_backward,
-        _backward_reference,
-        fits=_backward_fits,
-        cuda_fits=lambda grad_q, *_: grad_q.shape[-1] % 2 == 0,
-    ),
+    cuda=_run_backward,
+    reference=_backward_reference,
+    fits=_backward_fits,
+    cuda_fits=lambda grad_q, *_: grad_q.shape[-1] % 2 == 0,
     fake=_backward_fake,
 )
 

@@ -5,13 +5,11 @@ Shapes: T tokens, E experts, k choices per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.register import define_op, describe, native
+from megacore.ops.register import define_compiled, describe, launch
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -54,17 +52,18 @@ def top_k_reference(scores: Tensor, k: int) -> Tensor:
     return order[:, :k].contiguous()
 
 
-def _choose(kernel: Callable[..., None], scores: Tensor, k: int) -> Tensor:
+def _choose(scores: Tensor, k: int) -> Tensor:
     scores = scores.float().contiguous()  # widening preserves their order
     rows, columns = scores.shape
     chosen = scores.new_empty(rows, k, dtype=torch.int64)
-    kernel(
+    launch(
+        "top_k",
+        scores,
         scores=scores.data_ptr(),
         rows=rows,
         columns=columns,
         k=k,
         chosen=chosen.data_ptr(),
-        num_threads=torch.get_num_threads(),
     )
     return chosen
 
@@ -78,8 +77,10 @@ def _top_k_fake(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
 
 
-_top_k = define_op(
+_top_k = define_compiled(
     "top_k(Tensor scores, SymInt k) -> Tensor",
-    **native("top_k", _choose, top_k_reference, cuda_fits=_fits_kernel),
+    cuda=_choose,
+    reference=top_k_reference,
+    cuda_fits=_fits_kernel,
     fake=_top_k_fake,
 )

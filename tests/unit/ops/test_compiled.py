@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacore.ops import normed_rotation, rotation, topk  # noqa: F401  registers operations
 from megacore.ops.dense import add_rms_norm, rms_norm
 from megacore.ops.gemm import grouped_gemm
 from megacore.ops.grouped_product import grouped_product
@@ -21,6 +22,7 @@ OPS = torch.ops.megacore
 DIFFERENTIABLE = (
     *("rms_norm", "add_rms_norm", "swiglu", "gelu"),
     *("permute", "unpermute", "permute_both", "unpermute_both"),
+    *("split_and_rotate", "norm_and_rotate"),
 )
 
 
@@ -34,6 +36,8 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     scale = draw(3, 2, 1).abs()
     rows, w, m_splits = draw(7, 8, dtype=dtype), draw(3, 4, 8, dtype=dtype), torch.tensor([2, 0, 3])
     row_map, tokens = torch.tensor([[3, 0], [-1, 6], [2, 1]]), draw(3, 8, dtype=dtype)
+    qkv, cos, weights = draw(3, 2, 2, 24, dtype=dtype), draw(4, 2), draw(2, 6, dtype=dtype)
+    heads = draw(3, 2, 4, 6, dtype=dtype), *draw(2, 3, 2, 2, 6, dtype=dtype)
     return {
         "rms_norm": [x, weight, 1e-5],
         "add_rms_norm": [x, x.flip(0), weight, 1e-5],
@@ -45,6 +49,14 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "permute_both": [tokens, draw(3, 2), row_map, 7],
         "unpermute_both": [rows, draw(7), row_map],
         "row_dots": [tokens, rows, row_map],
+        "top_k": [rows, 3],
+        "split_and_rotate": [qkv, cos, cos.flip(0), 6],
+        "split_and_rotate_backward": [*heads, cos, cos.flip(0)],
+        "norm_and_rotate": [qkv, *weights, cos, cos.flip(0), 6, 1e-5],
+        "norm_and_rotate_backward": [
+            *(*heads, qkv, *weights, draw(3, 2, 2, 3), cos, cos.flip(0)),
+            *(True, True),
+        ],
         "swiglu": [rows, draw(7), None],
         "swiglu_backward": [rows[:, :4], rows, draw(7, dtype=dtype), torch.tensor(7)],
         "gelu": [rows, None, torch.tensor(7)],
@@ -121,6 +133,15 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("permute_both", {1: torch.ones(3, 2).double()}, "probs must be float32 with the shape"),
         ("unpermute_both", {1: torch.ones(6)}, r"row_probs \(M,\) float32, got .* and \(6,\)"),
         ("row_dots", {1: torch.ones(7, 9)}, r"rows must be \(M, 8\) .*, got \(7, 9\)"),
+        ("top_k", {1: 9}, r"k must be in \[1, E\] for scores \(T, E\), got 9 for \(7, 8\)"),
+        ("split_and_rotate", {3: 7}, r"qkv must be \(S, B, G, \(Q \+ 2\) 7\), got \(3, 2, 2, 24\)"),
+        ("split_and_rotate", {1: torch.ones(2, 2)}, r"cos and sin must be float32, \(3, R\) or"),
+        ("split_and_rotate", {3: 2}, "cos must have at most 1 columns, got 2"),
+        ("split_and_rotate_backward", {2: torch.ones(3, 2, 1, 6)}, "q, k and v do not fit"),
+        ("split_and_rotate_backward", {2: torch.ones(3, 2, 2, 6).half()}, "must have one dtype"),
+        ("norm_and_rotate", {1: torch.ones(5)}, r"weights of norms must be \(D,\), got \(5,\)"),
+        ("norm_and_rotate", {2: torch.ones(6).half()}, "weights of norms must have the dtype"),
+        ("norm_and_rotate_backward", {6: torch.ones(7)}, "a float32 number per normalized head"),
         ("grouped_product", {3: 3}, "product must be 0, 1 or 2, got 3"),
         ("grouped_product", {3: 2}, "a weight gradient must have an out"),
         ("grouped_product", {0: torch.ones(8)}, r"must have 2 axes and weights 3, got a \(8,\)"),

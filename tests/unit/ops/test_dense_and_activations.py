@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
-from megacore import _core
 from megacore.ops.activations import geglu, swiglu
 from megacore.ops.dense import rms_norm
+from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megatrain.config import ModelConfig
 from megatrain.models.attention.rotary import RotaryTables
@@ -139,25 +137,11 @@ def test_swiglu_of_no_tokens() -> None:
     assert swiglu(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((3, 0), "batch must be"), ((-1, 1), "negative")])
-def test_sizes_that_would_divide_by_zero_are_errors(sizes: tuple[int, int], message: str) -> None:
-    tokens, batch = sizes
-    common: dict[str, Any] = {
-        **dict.fromkeys(("qkv", "q", "k", "v", "cos", "sin"), 0),
-        "num_tokens": tokens,
-        "batch": batch,
-        "num_groups": 1,
-        "q_per_kv": 1,
-        "head_dim": 4,
-        "num_rotated": 4,
-        "position_per_sample": False,
-        "dtype": "float32",
-        "num_threads": 1,
-    }
-    with pytest.raises(ValueError, match=message):
-        _core.split_and_rotate(**common, backward=False)
-    grads = ("grad_qkv", "grad_q_weight", "grad_k_weight")
-    others: dict[str, Any] = dict.fromkeys(("q_weight", "k_weight", "scale", *grads), 0)
-    for backward in (False, True):
-        with pytest.raises(ValueError, match=message):
-            _core.norm_and_rotate(**common, **others, eps=1e-6, backward=backward)
+@pytest.mark.parametrize("shape", [(3, 0, 1, 12), (0, 2, 1, 12)])
+def test_rotations_without_tokens_divide_by_no_zero(shape: tuple[int, ...]) -> None:
+    qkv, table, weight = torch.zeros(shape, requires_grad=True), torch.ones(3, 2), torch.ones(4)
+    normed = norm_and_rotate(qkv, weight, weight, table, table, head_dim=4, eps=1e-6)
+    for heads in (normed, split_and_rotate(qkv, table, table, head_dim=4)):
+        assert [x.shape for x in heads] == [(*shape[:3], 4)] * 3
+        [grad] = torch.autograd.grad(sum(x.sum() for x in heads), qkv)
+        assert grad.shape == shape

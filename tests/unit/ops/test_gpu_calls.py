@@ -7,6 +7,7 @@ that compares keywords with ``_cuda.pyi``.
 from __future__ import annotations
 
 import ast
+import importlib
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -91,6 +92,8 @@ def gpu_implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., A
         found[schema.split("(", 1)[0]] = cuda, fake
         return SimpleNamespace(pass_autograd=lambda: None)
 
+    for path in MODULES:  # not for the first time below: modules import one another
+        importlib.import_module("megacore." + path.removesuffix(".py").replace("/", "."))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(register, "define_op", collect)
         for name in ("compiled", "define_gradient"):
