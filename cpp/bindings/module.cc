@@ -15,5 +15,4 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_graph(module);
   megacore::bindings::bind_weak_tensor(module);
-  megacore::bindings::bind_layers(module);
 }

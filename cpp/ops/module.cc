@@ -35,6 +35,9 @@ constexpr Kernel kKernels[] = {
     {"_split_and_rotate_backward", kernel_of<split_and_rotate_backward>},
     {"_norm_and_rotate", kernel_of<norm_and_rotate>},
     {"_norm_and_rotate_backward", kernel_of<norm_and_rotate_backward>},
+    {"_route", kernel_of<route>},
+    {"_route_backward", kernel_of<route_backward>},
+    {"_counter_dropout", kernel_of<counter_dropout>},
     {"_grouped_product", kernel_of<grouped_product>},
 };
 

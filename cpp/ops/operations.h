@@ -53,6 +53,43 @@ std::tuple<Tensor, Tensor, Tensor> norm_and_rotate_backward(Tensor grad_q,
                                                             bool of_qkv,
                                                             bool of_weights);
 
+// Weights (T, k) and ids (T, k) of the chosen experts, statistics (2, P, E) and losses (2); the
+// last two without elements unless `has_sums`. Adds the choices of each expert to `seen`.
+std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor logits,
+                                                 std::optional<Tensor> bias,
+                                                 std::optional<Tensor> chosen,
+                                                 std::optional<Tensor> seen,
+                                                 int64_t k,
+                                                 int64_t num_pools,
+                                                 bool is_sigmoid,
+                                                 bool softmax_after_top_k,
+                                                 bool normalize,
+                                                 double scaling,
+                                                 bool has_sums,
+                                                 double aux_scale,
+                                                 double z_scale);
+Tensor route_backward(Tensor grad_probs,
+                      Tensor logits,
+                      Tensor ids,
+                      std::optional<Tensor> counts,
+                      std::optional<Tensor> aux_factor,
+                      std::optional<Tensor> z_factor,
+                      int64_t num_pools,
+                      bool is_sigmoid,
+                      bool softmax_after_top_k,
+                      bool normalize,
+                      double scaling,
+                      double aux_scale,
+                      double z_scale);
+
+// Drops elements of x (S, B, H) by their counter; the key is a tensor or else `value`.
+Tensor counter_dropout(Tensor x,
+                       Tensor sample_ids,
+                       Tensor positions,
+                       std::optional<Tensor> key,
+                       int64_t value,
+                       double p);
+
 // Activations of rows x (M, F), or (M, 2F) for swiglu, times a number per row; rows from
 // `num_rows`, an int64 scalar, on are neither read nor written.
 Tensor swiglu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);

@@ -753,9 +753,6 @@ def fill_grouped_arguments(
     a_scale: int = 0,
     b_scale: int = 0,
 ) -> None: ...
-
-# Tensors are addresses; see cpp/include/megacore/moe/{grouped_gemm,permutation,activations}.h.
-
 def is_faster_than_mkl() -> bool: ...
 
 CLONE_WINDOW_PARTS: int
@@ -866,69 +863,5 @@ def quantize_blocks(
     width: int,
     transposed: bool,
     dtype: str,
-    num_threads: int,
-) -> None: ...
-
-# ---- layers --------------------------------------------------------------------------------------
-
-def dropout(
-    *,
-    x: int,
-    sample_ids: int,
-    positions: int,
-    key: int,
-    key_value: int,
-    y: int,
-    sequence: int,
-    batch: int,
-    width: int,
-    threshold: int,
-    factor: float,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def route(
-    *,
-    logits: int,
-    bias: int,
-    keeps_ids: bool,
-    probs: int,
-    ids: int,
-    stats: int,
-    losses: int,
-    seen: int,
-    aux_scale: float,
-    z_scale: float,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    num_pools: int,
-    is_sigmoid: bool,
-    softmax_after_top_k: bool,
-    normalize: bool,
-    scaling: float,
-    num_threads: int,
-) -> None: ...
-def route_backward(
-    *,
-    grad_probs: int,
-    counts: int,
-    aux_factors: int,
-    num_aux_factors: int,
-    z_factors: int,
-    num_z_factors: int,
-    aux_scale: float,
-    z_scale: float,
-    logits: int,
-    ids: int,
-    grad_logits: int,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    num_pools: int,
-    is_sigmoid: bool,
-    softmax_after_top_k: bool,
-    normalize: bool,
-    scaling: float,
     num_threads: int,
 ) -> None: ...

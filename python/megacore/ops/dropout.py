@@ -8,14 +8,13 @@ Shapes: S sequence (or this rank's slice of it), B batch, H features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.ops.counter_random import token_numbers
-from megacore.ops.register import DTYPES, define_gradient, define_op, describe, native
+from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
 
 
 def counter_dropout(
@@ -87,7 +86,6 @@ def _reference(
 
 
 def _run(
-    kernel: Callable[..., None],
     x: Tensor,
     sample_ids: Tensor,
     positions: Tensor,
@@ -98,7 +96,9 @@ def _run(
     x, y = x.contiguous(), _fake(x)
     sample_ids, positions = sample_ids.contiguous(), positions.contiguous()
     sequence, batch, width = x.shape
-    kernel(
+    launch(
+        "dropout",
+        x,
         x=x.data_ptr(),
         sample_ids=sample_ids.data_ptr(),
         positions=positions.data_ptr(),
@@ -111,7 +111,6 @@ def _run(
         threshold=_threshold(p),
         factor=1.0 / (1.0 - p),
         dtype=DTYPES[x.dtype],
-        num_threads=torch.get_num_threads(),
     )
     return y
 
@@ -121,11 +120,13 @@ def _fake(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_dropout = define_op(
+_dropout = define_compiled(
     "counter_dropout(Tensor x, Tensor sample_ids, Tensor positions, Tensor? key, int value, "
     "float p) -> Tensor",
-    **native("dropout", _run, _reference),
+    cuda=_run,
+    reference=_reference,
     fake=_fake,
+    has_gradient=True,
 )
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.register import define_op, native
+from megacore.ops.register import define_compiled, launch
 from megacore.ops.topk import top_k
 
 Kernel = Callable[..., None]
@@ -201,7 +202,6 @@ def _rule(
 
 
 def _run_route(
-    kernel: Kernel,
     logits: Tensor,
     bias: Tensor | None,
     chosen: Tensor | None,
@@ -214,13 +214,13 @@ def _run_route(
     probs, ids, stats, losses = _route_fake(logits, bias, chosen, seen, *args)
     if chosen is not None:
         ids.copy_(chosen)
-    sizes, workspace = _rule(logits, *rule), {}
-    if logits.is_cuda:
-        names = "num_tokens", "num_experts", "num_pools"
-        numel = cuda_kernels().route_workspace_numel(**{name: sizes[name] for name in names})
-        scratch = logits.new_empty(numel if has_sums else 0)
-        workspace["workspace"] = scratch.data_ptr()
-    kernel(
+    sizes = _rule(logits, *rule)
+    names = "num_tokens", "num_experts", "num_pools"
+    numel = cuda_kernels().route_workspace_numel(**{name: sizes[name] for name in names})
+    workspace = logits.new_empty(numel if has_sums else 0)
+    launch(
+        "route",
+        logits,
         logits=logits.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         keeps_ids=chosen is not None,
@@ -231,15 +231,13 @@ def _run_route(
         seen=0 if seen is None else seen.data_ptr(),
         aux_scale=aux_scale,
         z_scale=z_scale,
-        **workspace,
+        workspace=workspace.data_ptr(),
         **sizes,
-        num_threads=torch.get_num_threads(),
     )
     return probs, ids, stats, losses
 
 
 def _run_backward(
-    kernel: Kernel,
     grad_probs: Tensor,
     logits: Tensor,
     ids: Tensor,
@@ -252,7 +250,9 @@ def _run_backward(
     grad_probs, logits = grad_probs.contiguous(), logits.contiguous()
     counts = None if counts is None else counts.contiguous()
     grad = torch.empty_like(logits)
-    kernel(
+    launch(
+        "route_backward",
+        logits,
         grad_probs=grad_probs.data_ptr(),
         counts=0 if counts is None else counts.data_ptr(),
         aux_factors=0 if aux_factor is None else aux_factor.data_ptr(),
@@ -265,7 +265,6 @@ def _run_backward(
         ids=ids.data_ptr(),
         grad_logits=grad.data_ptr(),
         **_rule(logits, ids.shape[1], *rule),
-        num_threads=torch.get_num_threads(),
     )
     return grad
 
@@ -319,23 +318,23 @@ def _backward_fake(grad_probs: Tensor, logits: Tensor, *args: Any) -> Tensor:
 
 
 _RULE = "SymInt num_pools, bool is_sigmoid, bool softmax_after_top_k, bool normalize, float scaling"
-_route = define_op(
+_route = define_compiled(
     "route(Tensor logits, Tensor? bias, Tensor? chosen, Tensor(a!)? seen, SymInt k, "
     f"{_RULE}, bool has_sums, float aux_scale, float z_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    **native("route", _run_route, route_reference, cuda_fits=_route_fits, dtypes=_DTYPES),
+    cuda=_run_route,
+    reference=route_reference,
+    cuda_fits=_route_fits,
+    dtypes=_DTYPES,
     fake=_route_fake,
 )
-_route_backward = define_op(
+_route_backward = define_compiled(
     "route_backward(Tensor grad_probs, Tensor logits, Tensor ids, Tensor? counts, "
     f"Tensor? aux_factor, Tensor? z_factor, {_RULE}, float aux_scale, float z_scale) -> Tensor",
-    **native(
-        "route_backward",
-        _run_backward,
-        _backward_reference,
-        fits=lambda grad_probs, logits, *_: logits.dtype == grad_probs.dtype,
-        cuda_fits=_backward_fits,
-        dtypes=_DTYPES,
-    ),
+    cuda=_run_backward,
+    reference=_backward_reference,
+    fits=lambda grad_probs, logits, *_: logits.dtype == grad_probs.dtype,
+    cuda_fits=_backward_fits,
+    dtypes=_DTYPES,
     fake=_backward_fake,
 )
 
@@ -354,6 +353,8 @@ def _forward(
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _route(
         logits, bias, chosen, seen, k, *rule, has_sums, *scales
     )
+    if seen is not None:
+        increment_version(seen)
     if losses is not None:
         losses.counts = results[2][0]
     return results

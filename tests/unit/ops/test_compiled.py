@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.ops import normed_rotation, rotation, topk  # noqa: F401  registers operations
+from megacore.ops import dropout, normed_rotation, rotation, routing, topk  # noqa: F401  registers
 from megacore.ops.dense import add_rms_norm, rms_norm
 from megacore.ops.gemm import grouped_gemm
 from megacore.ops.grouped_product import grouped_product
@@ -22,7 +22,7 @@ OPS = torch.ops.megacore
 DIFFERENTIABLE = (
     *("rms_norm", "add_rms_norm", "swiglu", "gelu"),
     *("permute", "unpermute", "permute_both", "unpermute_both"),
-    *("split_and_rotate", "norm_and_rotate"),
+    *("split_and_rotate", "norm_and_rotate", "counter_dropout"),
 )
 
 
@@ -38,6 +38,7 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     row_map, tokens = torch.tensor([[3, 0], [-1, 6], [2, 1]]), draw(3, 8, dtype=dtype)
     qkv, cos, weights = draw(3, 2, 2, 24, dtype=dtype), draw(4, 2), draw(2, 6, dtype=dtype)
     heads = draw(3, 2, 4, 6, dtype=dtype), *draw(2, 3, 2, 2, 6, dtype=dtype)
+    routed = 2, 1, False, False, True, 1.5, True, 0.1, 0.1
     return {
         "rms_norm": [x, weight, 1e-5],
         "add_rms_norm": [x, x.flip(0), weight, 1e-5],
@@ -50,6 +51,12 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "unpermute_both": [rows, draw(7), row_map],
         "row_dots": [tokens, rows, row_map],
         "top_k": [rows, 3],
+        "route": [draw(7, 4), draw(4), None, torch.zeros(4).long(), *routed],
+        "route_backward": [
+            *(draw(7, 2), draw(7, 4), torch.tensor([[0, 1]] * 7), draw(1, 4)),
+            *(torch.tensor(0.5), draw(7), *routed[1:6], 0.1, 0.1),
+        ],
+        "counter_dropout": [tokens[:, None], torch.tensor([4]), torch.arange(3), None, 7, 0.5],
         "split_and_rotate": [qkv, cos, cos.flip(0), 6],
         "split_and_rotate_backward": [*heads, cos, cos.flip(0)],
         "norm_and_rotate": [qkv, *weights, cos, cos.flip(0), 6, 1e-5],
@@ -81,6 +88,8 @@ def test_torch_finds_no_fault_in_a_kernel(name: str, dtype: torch.dtype) -> None
 def test_a_kernel_takes_any_strides(name: str) -> None:
     arguments = arguments_of()[name]
     strided = [torch.stack([x, x], -1)[..., 0] if isinstance(x, Tensor) else x for x in arguments]
+    if name == "route":
+        strided[3] = None  # written in place, as it is
     found = run(f"_{name}", strided)
     for one, expected in zip(found, run(f"_{name}", arguments), strict=True):
         assert one.is_contiguous()
@@ -142,6 +151,18 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("norm_and_rotate", {1: torch.ones(5)}, r"weights of norms must be \(D,\), got \(5,\)"),
         ("norm_and_rotate", {2: torch.ones(6).half()}, "weights of norms must have the dtype"),
         ("norm_and_rotate_backward", {6: torch.ones(7)}, "a float32 number per normalized head"),
+        ("route", {0: torch.ones(7, 4).double()}, r"logits must be \(T, E\) float32"),
+        ("route", {1: torch.ones(5)}, r"bias must be \(4,\), got \(5,\)"),
+        ("route", {2: torch.ones(7, 3).long()}, r"chosen must be \(7, 2\), got \(7, 3\)"),
+        ("route", {3: torch.ones(4)}, "seen must be int64 and contiguous"),
+        ("route", {4: 5}, "k must be 1 to 4, the number of experts, got 5"),
+        ("route", {5: 2}, "num_pools must be at least 1 and divide 7 tokens, got 2"),
+        ("route_backward", {0: torch.ones(7, 1)}, r"grad_probs must be \(7, 2\), got \(7, 1\)"),
+        ("route_backward", {3: torch.ones(2, 4)}, r"counts must be \(1, 4\) float32, got \(2, 4\)"),
+        ("route_backward", {5: torch.ones(0)}, r"z_factor must have at least one .*, got \(0,\)"),
+        ("counter_dropout", {1: torch.ones(2).long()}, r"sample_ids must be \(1,\) .* got \(2,\)"),
+        ("counter_dropout", {3: torch.ones(2).long()}, "key must be an int64 scalar"),
+        ("counter_dropout", {5: 1.0}, r"p must be in \[0, 1\), got 1"),
         ("grouped_product", {3: 3}, "product must be 0, 1 or 2, got 3"),
         ("grouped_product", {3: 2}, "a weight gradient must have an out"),
         ("grouped_product", {0: torch.ones(8)}, r"must have 2 axes and weights 3, got a \(8,\)"),
