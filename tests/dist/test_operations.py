@@ -47,7 +47,7 @@ def test_a_static_layer_over_peers_starts_few_operations(
 
 
 class Hints(TorchDispatchMode):
-    """Expected rows of an expert in the calls of grouped products, by operation."""
+    """Expected rows of an expert in the calls of grouped products, by operation and product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class Hints(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         if "expected_rows" in names:
             given = dict(zip(names, args, strict=False))
-            self.found.setdefault(func._schema.name, set()).add(given.get("expected_rows", 0))
+            name = f"{func._schema.name} {given.get('product')}"
+            self.found.setdefault(name, set()).add(given.get("expected_rows", 0))
         return func(*args, **(kwargs or {}))
 
 
