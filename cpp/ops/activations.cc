@@ -1,32 +1,16 @@
 #include "megacore/moe/activations.h"
 
-#include "operations.h"
+#include "arguments.h"
+#include "cpu.h"
 
 namespace megacore::ops {
 namespace {
-
-// Checks the arguments of an activation, and makes numbers per row float32.
-moe::ActivationShape checked_rows(moe::Activation kind,
-                                  const Tensor& x,
-                                  std::optional<Tensor>& probs,
-                                  const std::optional<Tensor>& num_rows) {
-  const int64_t factor = kind == moe::Activation::kSwiglu ? 2 : 1;
-  MC_REQUIRE(x.dim() == 2 && x.size(1) % factor == 0, "x must be (M, {}F), got {}",
-             factor == 1 ? "" : "2 ", shape_text(x));
-  if (probs) {
-    MC_REQUIRE(probs->dim() == 1 && probs->size(0) == x.size(0), "probs must be ({},), got {}",
-               x.size(0), shape_text(*probs));
-    probs = contiguous(std::move(*probs), kDTypes.float32);
-  }
-  MC_REQUIRE(!num_rows || (num_rows->dtype() == kDTypes.int64 && num_rows->numel() == 1),
-             "num_rows must be an int64 scalar");
-  return {x.size(0), x.size(1) / factor, data_of<int64_t>(num_rows)};
-}
 
 template <moe::Activation kKind>
 Tensor activate(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows) {
   const moe::ActivationShape shape = checked_rows(kKind, x, probs, num_rows);
   x = contiguous(std::move(x));
+  probs = contiguous(std::move(probs), kDTypes.float32);
   Tensor y = empty({shape.rows, shape.width}, x.dtype(), num_rows ? &x : nullptr);
   for_dtype(x.dtype(), [&]<typename Float>(Float) {
     moe::activate(kKind, x.data<Float>(), data_of<float>(probs), y.mutable_data<Float>(), shape,
@@ -42,12 +26,10 @@ std::tuple<Tensor, Tensor> activate_backward(Tensor grad,
                                              std::optional<Tensor> num_rows) {
   const int32_t probs_dtype = probs ? probs->dtype() : kDTypes.float32;
   const moe::ActivationShape shape = checked_rows(kKind, x, probs, num_rows);
-  MC_REQUIRE(grad.dim() == 2 && grad.size(0) == shape.rows && grad.size(1) == shape.width &&
-                 grad.dtype() == x.dtype(),
-             "grad must be ({}, {}) with the dtype of x, got {}", shape.rows, shape.width,
-             shape_text(grad));
+  check_activation_grad(grad, x, shape);
   grad = contiguous(std::move(grad));
   x = contiguous(std::move(x));
+  probs = contiguous(std::move(probs), kDTypes.float32);
   const Tensor* partly = num_rows ? &x : nullptr;
   Tensor grad_x = empty(x.sizes(), x.dtype(), partly);
   Tensor grad_probs = empty({probs ? shape.rows : 0}, kDTypes.float32, partly);

@@ -1,5 +1,6 @@
 #include "megacore/moe/grouped_gemm.h"
-#include "operations.h"
+
+#include "cpu.h"
 
 namespace megacore::ops {
 namespace {

@@ -1,38 +1,15 @@
 #include "megacore/layers/dense.h"
-#include "operations.h"
+
+#include "arguments.h"
+#include "cpu.h"
 
 namespace megacore::ops {
-namespace {
-
-void check_weight(const Tensor& x, const Tensor& weight) {
-  MC_REQUIRE(x.dim() >= 1, "x must have at least one axis, got ()");
-  MC_REQUIRE(weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1),
-             "weight must be ({},), as wide as x {}, got {}", x.size(x.dim() - 1), shape_text(x),
-             shape_text(weight));
-  MC_REQUIRE(weight.dtype() == x.dtype(), "weight must have the dtype of x");
-}
-
-void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
-  MC_REQUIRE(tensor.has_sizes_of(x), "{} must have the shape of x {}, got {}", name, shape_text(x),
-             shape_text(tensor));
-  MC_REQUIRE(tensor.dtype() == x.dtype(), "{} must have the dtype of x", name);
-}
-
-// A number per row, (..., 1).
-Tensor empty_scale(const Tensor& x) {
-  std::array<int64_t, kMaxDim> sizes;
-  std::copy(x.sizes().begin(), x.sizes().end(), sizes.begin());
-  sizes[x.sizes().size() - 1] = 1;
-  return empty({sizes.data(), x.sizes().size()}, kDTypes.float32);
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
   check_weight(x, weight);
   x = contiguous(std::move(x));
   weight = contiguous(std::move(weight));
-  Tensor y = empty_like(x), scale = empty_scale(x);
+  Tensor y = empty_like(x), scale = empty(RowSizes(x).get(), kDTypes.float32);
   for_dtype(x.dtype(), [&]<typename Float>(Float) {
     layers::rms_norm<Float>(x.data<Float>(), nullptr, weight.data<Float>(), static_cast<float>(eps),
                             nullptr, y.mutable_data<Float>(), scale.mutable_data<float>(),
@@ -47,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm(Tensor x, Tensor added, Tensor w
   x = contiguous(std::move(x));
   added = contiguous(std::move(added));
   weight = contiguous(std::move(weight));
-  Tensor sum = empty_like(x), y = empty_like(x), scale = empty_scale(x);
+  Tensor sum = empty_like(x), y = empty_like(x), scale = empty(RowSizes(x).get(), kDTypes.float32);
   for_dtype(x.dtype(), [&]<typename Float>(Float) {
     layers::rms_norm(x.data<Float>(), added.data<Float>(), weight.data<Float>(),
                      static_cast<float>(eps), sum.mutable_data<Float>(), y.mutable_data<Float>(),
@@ -63,14 +40,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad,
                                              bool of_x,
                                              bool of_weight,
                                              std::optional<Tensor> grad_sum) {
-  check_weight(x, weight);
-  check_like("grad", grad, x);
-  if (grad_sum) {
-    check_like("grad_sum", *grad_sum, x);
-  }
-  MC_REQUIRE(scale.dtype() == kDTypes.float32 && scale.numel() * weight.size(0) == x.numel(),
-             "scale must have a float32 number per row of x {}, got {}", shape_text(x),
-             shape_text(scale));
+  check_norm_backward(grad, x, weight, scale, grad_sum);
   grad = contiguous(std::move(grad));
   x = contiguous(std::move(x));
   weight = contiguous(std::move(weight));

@@ -1,29 +1,10 @@
 #include "megacore/moe/permutation.h"
-#include "operations.h"
+
+#include "arguments.h"
+#include "cpu.h"
 
 namespace megacore::ops {
 namespace {
-
-void check_map(const Tensor& row_map) {
-  MC_REQUIRE(row_map.dim() == 2 && row_map.dtype() == kDTypes.int64,
-             "row_map must be (T, k) int64, got {}", shape_text(row_map));
-}
-
-void check_tokens(const char* name, const Tensor& tokens, const Tensor& row_map) {
-  MC_REQUIRE(tokens.dim() == 2 && tokens.size(0) == row_map.size(0),
-             "{} must be ({}, H), one per row of row_map, got {}", name, row_map.size(0),
-             shape_text(tokens));
-}
-
-// A float32 number per copy, contiguous.
-std::optional<Tensor> copy_weights(std::optional<Tensor> weights, const Tensor& row_map) {
-  if (!weights) {
-    return std::nullopt;
-  }
-  MC_REQUIRE(weights->has_sizes_of(row_map), "weights must have the shape of row_map {}, got {}",
-             shape_text(row_map), shape_text(*weights));
-  return contiguous(std::move(*weights), kDTypes.float32);
-}
 
 moe::RowMap map_of(const Tensor& row_map, int64_t num_rows) {
   return {row_map.data<int64_t>(), row_map.size(0), row_map.size(1), num_rows};
@@ -39,7 +20,6 @@ Tensor permuted(const Tensor& tokens,
                 const Tensor& row_map,
                 int64_t num_rows,
                 const std::optional<Tensor>& weights) {
-  MC_REQUIRE(num_rows >= 0, "num_rows must be at least 0, got {}", num_rows);
   Tensor rows = empty({num_rows, tokens.size(1)}, tokens.dtype());
   for_dtype(tokens.dtype(), [&]<typename Float>(Float) {
     moe::permute(tokens.data<Float>(), data_of<float>(weights), rows.mutable_data<Float>(),
@@ -60,8 +40,7 @@ Tensor unpermuted(const Tensor& rows, const Tensor& row_map, const std::optional
 }  // namespace
 
 std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts) {
-  MC_REQUIRE(expert_of.dtype() == kDTypes.int64, "expert_of must be int64");
-  MC_REQUIRE(num_experts >= 0, "num_experts must be at least 0, got {}", num_experts);
+  check_sort(expert_of, num_experts);
   expert_of = contiguous(std::move(expert_of));
   Tensor row_map = empty_like(expert_of), counts = empty({num_experts}, kDTypes.int64);
   moe::sort_by_expert(expert_of.data<int64_t>(), expert_of.numel(), num_experts,
@@ -70,8 +49,7 @@ std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts)
 }
 
 Tensor top_k(Tensor scores, int64_t k) {
-  MC_REQUIRE(scores.dim() == 2 && k >= 1 && k <= scores.size(1),
-             "k must be in [1, E] for scores (T, E), got {} for {}", k, shape_text(scores));
+  check_top_k(scores, k);
   scores = contiguous(std::move(scores), kDTypes.float32);  // widening preserves their order
   Tensor chosen = empty({scores.size(0), k}, kDTypes.int64);
   moe::top_k(scores.data<float>(), scores.size(0), scores.size(1), k,
@@ -80,16 +58,14 @@ Tensor top_k(Tensor scores, int64_t k) {
 }
 
 Tensor permute(Tensor tokens, Tensor row_map, int64_t num_rows, std::optional<Tensor> weights) {
-  check_map(row_map);
-  check_tokens("tokens", tokens, row_map);
-  weights = copy_weights(std::move(weights), row_map);
+  check_permute(tokens, row_map, num_rows, weights);
+  weights = contiguous(std::move(weights), kDTypes.float32);
   return permuted(contiguous(std::move(tokens)), contiguous(std::move(row_map)), num_rows, weights);
 }
 
 Tensor unpermute(Tensor rows, Tensor row_map, std::optional<Tensor> weights) {
-  check_map(row_map);
-  MC_REQUIRE(rows.dim() == 2, "rows must be (M, H), got {}", shape_text(rows));
-  weights = copy_weights(std::move(weights), row_map);
+  check_unpermute(rows, row_map, weights);
+  weights = contiguous(std::move(weights), kDTypes.float32);
   return unpermuted(contiguous(std::move(rows)), contiguous(std::move(row_map)), weights);
 }
 
@@ -97,11 +73,8 @@ std::tuple<Tensor, Tensor> permute_both(Tensor tokens,
                                         Tensor probs,
                                         Tensor row_map,
                                         int64_t num_rows) {
-  check_map(row_map);
-  check_tokens("tokens", tokens, row_map);
-  MC_REQUIRE(probs.has_sizes_of(row_map) && probs.dtype() == kDTypes.float32,
-             "probs must be float32 with the shape of row_map {}, got {}", shape_text(row_map),
-             shape_text(probs));
+  check_permute(tokens, row_map, num_rows, std::nullopt);
+  check_copy_probs(probs, row_map);
   probs = contiguous(std::move(probs));
   row_map = contiguous(std::move(row_map));
   Tensor rows = permuted(contiguous(std::move(tokens)), row_map, num_rows, std::nullopt);
@@ -113,10 +86,7 @@ std::tuple<Tensor, Tensor> permute_both(Tensor tokens,
 
 std::tuple<Tensor, Tensor> unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map) {
   check_map(row_map);
-  MC_REQUIRE(rows.dim() == 2 && row_probs.dtype() == kDTypes.float32 && row_probs.dim() == 1 &&
-                 row_probs.size(0) == rows.size(0),
-             "rows must be (M, H) and row_probs (M,) float32, got {} and {}", shape_text(rows),
-             shape_text(row_probs));
+  check_row_probs(rows, row_probs);
   row_probs = contiguous(std::move(row_probs));
   row_map = contiguous(std::move(row_map));
   Tensor tokens = unpermuted(contiguous(std::move(rows)), row_map, std::nullopt);
@@ -127,11 +97,7 @@ std::tuple<Tensor, Tensor> unpermute_both(Tensor rows, Tensor row_probs, Tensor 
 }
 
 Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map) {
-  check_map(row_map);
-  check_tokens("tokens", tokens, row_map);
-  MC_REQUIRE(rows.dim() == 2 && rows.size(1) == tokens.size(1) && rows.dtype() == tokens.dtype(),
-             "rows must be (M, {}) with the dtype of tokens, got {}", tokens.size(1),
-             shape_text(rows));
+  check_row_dots(tokens, rows, row_map);
   tokens = contiguous(std::move(tokens));
   rows = contiguous(std::move(rows));
   row_map = contiguous(std::move(row_map));

@@ -2,9 +2,9 @@
 //
 //   std::tuple<Tensor, Tensor> halves(Tensor x, std::optional<Tensor> scale, double factor);
 //
-// is implemented for CPUs by kernel_of<halves>, whose arguments and results must be those of the
-// schema in Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool.
-// Operations run without the GIL.
+// is registered as kernel_of<halves>, whose arguments and results must be those of the schema in
+// Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool. Operations run
+// without the GIL. New memory comes from cpu.h, or for GPUs from cuda/ops/device.h.
 
 #pragma once
 
@@ -37,6 +37,9 @@ inline void check_torch(int32_t error, const char* function) {
 struct DTypes {
   int32_t float32 = aoti_torch_dtype_float32();
   int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+  int32_t float16 = aoti_torch_dtype_float16();
+  int32_t uint8 = aoti_torch_dtype_uint8();
+  int32_t int32 = aoti_torch_dtype_int32();
   int32_t int64 = aoti_torch_dtype_int64();
   int32_t boolean = aoti_torch_dtype_bool();
 };
@@ -128,9 +131,13 @@ inline std::string shape_text(const Tensor& tensor) {
 
 inline constexpr size_t kMaxDim = 64;  // of torch
 
-// New memory on the CPU, contiguous. If a part of it will not be written, `partly` is any tensor on
-// the CPU: torch then fills the memory where it was asked for deterministic operations.
-inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype, const Tensor* partly = nullptr) {
+// New memory on a device, contiguous. With `partly`, any tensor of the device, torch fills it where
+// it was asked for deterministic operations.
+inline Tensor new_tensor(std::span<const int64_t> sizes,
+                         int32_t dtype,
+                         int32_t device_type,
+                         int32_t device_index,
+                         const Tensor* partly) {
   AtenTensorHandle handle = nullptr;
   const auto dim = static_cast<int64_t>(sizes.size());
   if (partly != nullptr) {
@@ -146,51 +153,10 @@ inline Tensor empty(std::span<const int64_t> sizes, int32_t dtype, const Tensor*
     strides[axis] = stride;
     stride *= sizes[axis] > 1 ? sizes[axis] : 1;
   }
-  check_torch(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), dtype,
-                                       aoti_torch_device_type_cpu(), 0, &handle),
+  check_torch(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), dtype, device_type,
+                                       device_index, &handle),
               "empty_strided");
   return Tensor(handle);
-}
-inline Tensor empty(std::initializer_list<int64_t> sizes,
-                    int32_t dtype,
-                    const Tensor* partly = nullptr) {
-  return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype, partly);
-}
-inline Tensor empty_like(const Tensor& tensor) { return empty(tensor.sizes(), tensor.dtype()); }
-
-// The tensor itself if it is contiguous and of the dtype, else a copy.
-inline Tensor contiguous(Tensor tensor, int32_t dtype) {
-  if (tensor.dtype() == dtype && tensor.is_contiguous()) {
-    return tensor;
-  }
-  Tensor copy = empty(tensor.sizes(), dtype);
-  check_torch(aoti_torch_copy_(copy.handle(), tensor.handle(), 0), "copy_");
-  return copy;
-}
-inline Tensor contiguous(Tensor tensor) {
-  const int32_t dtype = tensor.dtype();
-  return contiguous(std::move(tensor), dtype);
-}
-inline std::optional<Tensor> contiguous(std::optional<Tensor> tensor) {
-  return tensor ? std::optional(contiguous(std::move(*tensor))) : std::nullopt;
-}
-
-// Threads that an operation may use.
-inline int num_threads() {
-  uint32_t num_threads = 1;
-  check_torch(torch_get_num_threads(&num_threads), "get_num_threads");
-  return static_cast<int>(num_threads);
-}
-
-// Calls `run` with an element of a dtype; that of bfloat16 is an unsigned integer.
-template <typename Run>
-void for_dtype(int32_t dtype, const Run& run) {
-  if (dtype == kDTypes.float32) {
-    run(float{});
-    return;
-  }
-  MC_REQUIRE(dtype == kDTypes.bfloat16, "dtype must be float32 or bfloat16 on CPUs");
-  run(uint16_t{});
 }
 
 // ---- between torch's stack and C++ --------------------------------------------------------------

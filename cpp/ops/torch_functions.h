@@ -1,6 +1,6 @@
 // Functions and types of torch's stable C interface that the operations use, declared here: no file
 // of torch is needed to compile. All are exported by libtorch_cpu.so from torch 2.11 on
-// (tests/unit/ops/torch_2_11_functions.txt); torch promises not to change them.
+// (tests/golden/torch_2_11_functions.txt); torch promises not to change them.
 
 #pragma once
 
@@ -12,6 +12,8 @@ struct AtenTensorOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
 struct TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
+struct DeviceGuardOpaque;
+using DeviceGuardHandle = DeviceGuardOpaque*;
 
 // An argument or a result of an operation: a number, a handle, or for an optional argument null or
 // the address of one on the heap.
@@ -58,11 +60,20 @@ int32_t aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* is_contiguous);
 int32_t torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
 int32_t torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
 
+int32_t aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* type);
+int32_t aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* index);  // -1 for the CPU
+
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_uint8();
+int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_bool();
+// Makes a device the current one until the guard is deleted.
+int32_t aoti_torch_create_device_guard(int32_t device_index, DeviceGuardHandle* guard);
+int32_t aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 int32_t torch_get_num_threads(uint32_t* num_threads);
 
 }  // extern "C"

@@ -40,10 +40,8 @@ inline cuda::FloatType float_type(std::string_view dtype) {
 void bind_clones(pybind11::module_& module);
 void bind_fp8(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
-void bind_layers(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
-void bind_tokens(pybind11::module_& module);
 
 }  // namespace megacore::bindings

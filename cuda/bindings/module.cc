@@ -5,7 +5,12 @@
 #include <vector>
 
 #include "bindings.h"
+#include "kernels.h"
 #include "megacore/cuda/check.h"
+#include "megacore/cuda/dense.h"
+#include "megacore/cuda/permutation.h"
+#include "megacore/cuda/router.h"
+#include "megacore/cuda/topk.h"
 
 namespace {
 
@@ -30,19 +35,32 @@ std::vector<std::string> compiled_archs() {
   return archs;
 }
 
+// Sizes that kernels take at most.
+void set_limits(pybind11::module_& module) {
+  namespace cuda = megacore::cuda;
+  module.attr("MAX_NORM_BYTES") = cuda::kMaxNormPacks * 16;
+  module.attr("MAX_NORMED_HEAD_BYTES") = cuda::kMaxNormedHeadBytes;
+  module.attr("MAX_ROUTER_EXPERTS") = cuda::kMaxRouterExperts;
+  module.attr("MAX_ROUTER_CHOICES") = cuda::kMaxRouterChoices;
+  module.attr("MAX_SORTED_EXPERTS") = cuda::kMaxSortedExperts;
+  module.attr("MAX_TOP_K_COLUMNS") = cuda::kMaxTopKColumns;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "CUDA kernels of megacore. Use megacore.ops; this module is private.";
+  if (!megacore::ops::register_kernels("megacore", "CUDA", {})) {
+    throw pybind11::import_error("torch did not take megacore's operations");
+  }
   module.def("device_count", &device_count);
   module.def("runtime_version", &runtime_version);
   module.def("compiled_archs", &compiled_archs);
+  set_limits(module);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_fp8(module);
   megacore::bindings::bind_gemm(module);
-  megacore::bindings::bind_layers(module);
   megacore::bindings::bind_optim(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_plan(module);
-  megacore::bindings::bind_tokens(module);
 }

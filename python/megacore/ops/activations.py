@@ -6,14 +6,13 @@ Shapes: M rows, F inner width of an MLP or expert.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.ops.dense import wide, wide_dtype
-from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
+from megacore.ops.register import define_compiled, define_gradient, describe
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
@@ -193,51 +192,6 @@ def _check(x: Tensor, probs: Tensor | None, *, factor: int) -> None:
 _CLAMP, _SLOPE = 7.0, 1.702
 
 
-def _activate(
-    name: str, factor: int, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
-) -> Tensor:
-    """Run a GPU's kernel whose input is ``factor`` times as wide as its result."""
-    x = x.contiguous()
-    probs = None if probs is None else probs.float().contiguous()
-    rows, width = x.shape[0], x.shape[1] // factor
-    y = x.new_empty(rows, width)
-    launch(
-        name,
-        x,
-        x=x.data_ptr(),
-        probs=0 if probs is None else probs.data_ptr(),
-        y=y.data_ptr(),
-        num_rows=0 if num_rows is None else num_rows.data_ptr(),
-        rows=rows,
-        width=width,
-        dtype=DTYPES[x.dtype],
-    )
-    return y
-
-
-def _activate_backward(
-    name: str, grad: Tensor, x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    grad, x = grad.contiguous(), x.contiguous()
-    row_probs = None if probs is None else probs.float().contiguous()
-    grad_x = torch.empty_like(x)
-    grad_probs = grad.new_empty(0 if row_probs is None else row_probs.shape[0], dtype=torch.float32)
-    launch(
-        name,
-        x,
-        grad_y=grad.data_ptr(),
-        x=x.data_ptr(),
-        probs=0 if row_probs is None else row_probs.data_ptr(),
-        grad_x=grad_x.data_ptr(),
-        grad_probs=grad_probs.data_ptr(),
-        num_rows=0 if num_rows is None else num_rows.data_ptr(),
-        rows=grad.shape[0],
-        width=grad.shape[1],
-        dtype=DTYPES[x.dtype],
-    )
-    return grad_x, grad_probs if probs is None else grad_probs.to(probs.dtype)
-
-
 def _one_dtype(grad: Tensor, x: Tensor, *rest: Any) -> bool:
     del rest
     return grad.dtype == x.dtype
@@ -266,7 +220,6 @@ def _gelu_fake(x: Tensor, probs: Tensor | None, num_rows: Tensor | None = None) 
 
 _swiglu = define_compiled(
     "swiglu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    cuda=partial(_activate, "swiglu", 2),
     reference=swiglu_reference,
     fake=_swiglu_fake,
     has_gradient=True,
@@ -274,14 +227,12 @@ _swiglu = define_compiled(
 _swiglu_backward = define_compiled(
     "swiglu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    cuda=partial(_activate_backward, "swiglu_backward"),
     reference=_swiglu_backward_reference,
     fits=_one_dtype,
     fake=_backward_fake,
 )
 _gelu = define_compiled(
     "gelu(Tensor x, Tensor? probs, Tensor? num_rows=None) -> Tensor",
-    cuda=partial(_activate, "gelu", 1),
     reference=gelu_reference,
     fake=_gelu_fake,
     has_gradient=True,
@@ -289,7 +240,6 @@ _gelu = define_compiled(
 _gelu_backward = define_compiled(
     "gelu_backward(Tensor grad, Tensor x, Tensor? probs, Tensor? num_rows=None)"
     " -> (Tensor, Tensor)",
-    cuda=partial(_activate_backward, "gelu_backward"),
     reference=_gelu_backward_reference,
     fits=_one_dtype,
     fake=_backward_fake,

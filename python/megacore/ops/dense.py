@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.register import (
-    ALIGNMENT,
-    DTYPES,
-    aligned,
-    define_compiled,
-    define_gradient,
-    launch,
-)
+from megacore.ops.register import ALIGNMENT, define_compiled, define_gradient
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -146,73 +139,6 @@ def _cuda_fits(x: Tensor, *args: Any) -> bool:
     return 0 < num_bytes <= limit and num_bytes % ALIGNMENT == 0
 
 
-def _run_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _normalize(aligned(x), weight, eps)
-
-
-def _run_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x, added = aligned(x), aligned(added)
-    total = torch.empty_like(x)
-    addresses = {"added": added.data_ptr(), "sum": total.data_ptr()}
-    return total, *_normalize(x, weight, eps, **addresses)
-
-
-def _normalize(x: Tensor, weight: Tensor, eps: float, **addresses: int) -> tuple[Tensor, Tensor]:
-    weight = aligned(weight)
-    y = torch.empty_like(x)
-    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    launch(
-        "rms_norm",
-        x,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        eps=eps,
-        y=y.data_ptr(),
-        scale=scale.data_ptr(),
-        rows=scale.numel(),
-        width=x.shape[-1],
-        dtype=DTYPES[x.dtype],
-        **addresses,
-    )
-    return y, scale
-
-
-def _run_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    of_x: bool,
-    of_weight: bool,
-    grad_sum: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    grad, x, weight, scale = aligned(grad), aligned(x), aligned(weight), scale.contiguous()
-    grad_sum = None if grad_sum is None else aligned(grad_sum)
-    sizes: dict[str, Any] = {
-        "rows": scale.numel(),
-        "width": x.shape[-1],
-        "dtype": DTYPES[x.dtype],
-    }
-    grad_x = torch.empty_like(x) if of_x else x.new_empty(0)
-    grad_weight = weight.new_empty(weight.shape if of_weight else (0,))
-    num_partial = cuda_kernels().norm_partial_rows(**sizes) if of_weight else 0
-    partial_sums = scale.new_empty(num_partial, x.shape[-1])
-    launch(
-        "rms_norm_backward",
-        x,
-        grad_y=grad.data_ptr(),
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        scale=scale.data_ptr(),
-        grad_x=grad_x.data_ptr() if of_x else 0,
-        grad_weight=grad_weight.data_ptr() if of_weight else 0,
-        grad_sum=0 if grad_sum is None else grad_sum.data_ptr(),
-        partial_sums=partial_sums.data_ptr(),
-        **sizes,
-    )
-    return grad_x, grad_weight
-
-
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     del weight, eps
     scale = x.new_empty(*x.shape[:-1], 1, dtype=wide_dtype(x))
@@ -243,7 +169,6 @@ def _rms_norm_backward_fake(
 
 _rms_norm = define_compiled(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cuda=_run_norm,
     reference=rms_norm_reference,
     fake=_rms_norm_fake,
     fits=_fits,
@@ -252,7 +177,6 @@ _rms_norm = define_compiled(
 )
 _add_rms_norm = define_compiled(
     "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    cuda=_run_sum,
     reference=_add_rms_norm_reference,
     fake=_add_rms_norm_fake,
     fits=_sum_fits,
@@ -262,7 +186,6 @@ _add_rms_norm = define_compiled(
 _rms_norm_backward = define_compiled(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool of_x, "
     "bool of_weight, Tensor? grad_sum=None) -> (Tensor, Tensor)",
-    cuda=_run_backward,
     reference=_rms_norm_backward_reference,
     fake=_rms_norm_backward_fake,
     fits=_backward_fits,

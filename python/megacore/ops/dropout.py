@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.counter_random import token_numbers
-from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
+from megacore.ops.register import define_compiled, define_gradient, describe
 
 
 def counter_dropout(
@@ -85,36 +85,6 @@ def _reference(
     return x * (keep * (1.0 / (1.0 - p))).to(x.dtype)
 
 
-def _run(
-    x: Tensor,
-    sample_ids: Tensor,
-    positions: Tensor,
-    key: Tensor | None,
-    value: int,
-    p: float,
-) -> Tensor:
-    x, y = x.contiguous(), _fake(x)
-    sample_ids, positions = sample_ids.contiguous(), positions.contiguous()
-    sequence, batch, width = x.shape
-    launch(
-        "dropout",
-        x,
-        x=x.data_ptr(),
-        sample_ids=sample_ids.data_ptr(),
-        positions=positions.data_ptr(),
-        key=0 if key is None else key.data_ptr(),
-        key_value=value,
-        y=y.data_ptr(),
-        sequence=sequence,
-        batch=batch,
-        width=width,
-        threshold=_threshold(p),
-        factor=1.0 / (1.0 - p),
-        dtype=DTYPES[x.dtype],
-    )
-    return y
-
-
 def _fake(x: Tensor, *others: Any) -> Tensor:
     del others
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -123,7 +93,6 @@ def _fake(x: Tensor, *others: Any) -> Tensor:
 _dropout = define_compiled(
     "counter_dropout(Tensor x, Tensor sample_ids, Tensor positions, Tensor? key, int value, "
     "float p) -> Tensor",
-    cuda=_run,
     reference=_reference,
     fake=_fake,
     has_gradient=True,

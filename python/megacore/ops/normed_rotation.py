@@ -17,13 +17,10 @@ from torch import Tensor
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.register import (
     ALIGNMENT,
-    DTYPES,
-    aligned,
     define_compiled,
     define_gradient,
-    launch,
 )
-from megacore.ops.rotation import fits, head_sizes
+from megacore.ops.rotation import fits
 
 Normed = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -149,63 +146,6 @@ def _backward_in_turn(
     return grad_qkv, found[0][1], found[1][1]
 
 
-def _forward(qkv: Tensor, *args: Any) -> Normed:
-    q_weight, k_weight, cos, sin, _, eps = args
-    results = _forward_fake(qkv, *args)
-    _run(qkv, (q_weight, k_weight), cos, sin, results, eps=eps)
-    return results
-
-
-def _backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    of_qkv: bool,
-    of_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, weights = (grad_q, grad_k, grad_v, scale), (q_weight, k_weight)
-    contiguous = torch.contiguous_format  # the kernel ignores the strides of a transposed input
-    grad_qkv = torch.empty_like(qkv, memory_format=contiguous) if of_qkv else None
-    of_each = [w.new_empty(len(w)) if of_weights else None for w in weights]
-    _run(qkv, weights, cos, sin, heads, grads=(grad_qkv, *of_each), backward=True)
-    found = [grad_qkv, *of_each]
-    empty = q_weight.new_empty(0)
-    return tuple(empty if each is None else each for each in found)  # type: ignore[return-value]
-
-
-def _run(
-    qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    heads: Normed,
-    *,
-    grads: tuple[Tensor | None, ...] = (None, None, None),
-    eps: float = 0.0,
-    backward: bool = False,
-) -> None:
-    names = "qkv", "q_weight", "k_weight", "q", "k", "v", "scale", "cos", "sin"
-    tensors = [aligned(x) for x in (qkv, *weights, *heads, cos, sin)]
-    arguments = head_sizes(heads[0], heads[1], cos)
-    arguments |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=True)}
-    for name, grad in zip(("grad_qkv", "grad_q_weight", "grad_k_weight"), grads, strict=True):
-        arguments[name] = 0 if grad is None else grad.data_ptr()
-    head_dim, num_partial = len(weights[0]), 0
-    if grads[1] is not None:
-        num_heads = qkv.numel() // head_dim
-        num_partial = cuda_kernels().norm_rotate_partial_rows(num_heads=num_heads)
-    partial_sums = heads[3].new_empty(num_partial, 2 * head_dim)
-    arguments["partial_sums"] = partial_sums.data_ptr()
-    dtype = DTYPES[qkv.dtype]
-    launch("norm_and_rotate", qkv, **arguments, eps=eps, backward=backward, dtype=dtype)
-
-
 def _forward_fake(
     qkv: Tensor,
     q_weight: Tensor,
@@ -247,7 +187,6 @@ _HEADS = "Tensor qkv, Tensor q_weight, Tensor k_weight"
 _normed = define_compiled(
     f"norm_and_rotate({_HEADS}, Tensor cos, Tensor sin, SymInt head_dim, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    cuda=_forward,
     reference=_in_turn,
     fits=_fits,
     cuda_fits=_cuda_fits,
@@ -258,7 +197,6 @@ _normed_backward = define_compiled(
     f"norm_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_HEADS}, "
     "Tensor scale, Tensor cos, Tensor sin, bool of_qkv, bool of_weights) "
     "-> (Tensor, Tensor, Tensor)",
-    cuda=_backward,
     reference=_backward_in_turn,
     fits=_backward_fits,
     cuda_fits=_backward_cuda_fits,

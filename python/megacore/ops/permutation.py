@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.dense import wide_dtype
-from megacore.ops.register import DTYPES, define_compiled, define_gradient, describe, launch
+from megacore.ops.register import define_compiled, define_gradient, describe
 
 
 def permute_probs(probs: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
@@ -190,83 +190,10 @@ def _check_rows(
         )
 
 
-def _sort(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    expert_of = expert_of.contiguous()
-    row_map, counts = torch.empty_like(expert_of), expert_of.new_empty(num_experts)
-    size = cuda_kernels().sort_workspace_numel(numel=expert_of.numel(), num_experts=num_experts)
-    workspace = expert_of.new_empty(size, dtype=torch.int32)
-    launch(
-        "sort_by_expert",
-        expert_of,
-        expert_of=expert_of.data_ptr(),
-        numel=expert_of.numel(),
-        num_experts=num_experts,
-        row_map=row_map.data_ptr(),
-        tokens_per_expert=counts.data_ptr(),
-        workspace=workspace.data_ptr(),
-    )
-    return row_map, counts
-
-
 def _sorts(expert_of: Tensor, num_experts: int) -> bool:
     """Return whether the GPU's kernel supports the sizes of the sort."""
     limit: int = cuda_kernels().MAX_SORTED_EXPERTS
     return 1 <= num_experts <= limit and expert_of.numel() < 2**31
-
-
-def _permute_rows(
-    tokens: Tensor,
-    row_map: Tensor,
-    num_rows: int,
-    weights: Tensor | None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    tokens, row_map = tokens.contiguous(), row_map.contiguous()
-    weights = None if weights is None else weights.float().contiguous()
-    rows = tokens.new_empty(num_rows, tokens.shape[1]) if out is None else out
-    is_written = tokens.new_empty(num_rows, dtype=torch.uint8)
-    launch(
-        "permute",
-        tokens,
-        tokens=tokens.data_ptr(),
-        weights=0 if weights is None else weights.data_ptr(),
-        rows=rows.data_ptr(),
-        is_written=is_written.data_ptr(),
-        **_map_arguments(row_map, rows),
-    )
-    return rows
-
-
-def _unpermute_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
-    rows, row_map = rows.contiguous(), row_map.contiguous()
-    weights = None if weights is None else weights.float().contiguous()
-    tokens = rows.new_empty(row_map.shape[0], rows.shape[1])
-    launch(
-        "unpermute",
-        rows,
-        rows=rows.data_ptr(),
-        weights=0 if weights is None else weights.data_ptr(),
-        tokens=tokens.data_ptr(),
-        **_map_arguments(row_map, rows),
-    )
-    return tokens
-
-
-def _permute_both_rows(
-    tokens: Tensor, probs: Tensor, row_map: Tensor, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    rows = _permute_rows(tokens, row_map, num_rows, None)
-    # Not a view, which could not be changed in place.
-    row_probs = probs.new_empty(num_rows)
-    _permute_rows(*_as_tokens(probs, row_map), num_rows, None, out=row_probs.view(-1, 1))
-    return rows, row_probs
-
-
-def _unpermute_both_rows(rows: Tensor, row_probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = _unpermute_rows(rows, row_map, None)
-    probs = _unpermute_rows(*_as_tokens(row_probs, row_map), None)
-    return tokens, probs.view(row_map.shape)
 
 
 def _as_tokens(probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,32 +223,6 @@ def _unpermute_both_reference(
 def _one_dtype(tokens: Tensor, rows: Tensor, row_map: Tensor) -> bool:
     del row_map
     return tokens.dtype == rows.dtype
-
-
-def _dot_rows(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
-    tokens, rows, row_map = tokens.contiguous(), rows.contiguous(), row_map.contiguous()
-    dots = rows.new_empty(row_map.shape, dtype=torch.float32)
-    launch(
-        "row_dots",
-        rows,
-        tokens=tokens.data_ptr(),
-        rows=rows.data_ptr(),
-        dots=dots.data_ptr(),
-        **_map_arguments(row_map, rows),
-    )
-    return dots
-
-
-def _map_arguments(row_map: Tensor, rows: Tensor) -> dict[str, Any]:
-    num_tokens, num_choices = row_map.shape
-    return {
-        "row_map": row_map.data_ptr(),
-        "num_tokens": num_tokens,
-        "num_choices": num_choices,
-        "num_rows": rows.shape[0],
-        "width": rows.shape[1],
-        "dtype": DTYPES[rows.dtype],
-    }
 
 
 def _sort_fake(expert_of: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -355,7 +256,6 @@ def _row_dots_fake(tokens: Tensor, rows: Tensor, row_map: Tensor) -> Tensor:
 
 _sort_by_expert = define_compiled(
     "sort_by_expert(Tensor expert_of, SymInt num_experts) -> (Tensor, Tensor)",
-    cuda=_sort,
     reference=sort_by_expert_reference,
     cuda_fits=_sorts,
     dtypes=(torch.int64,),
@@ -363,14 +263,12 @@ _sort_by_expert = define_compiled(
 )
 _permute = define_compiled(
     "permute(Tensor tokens, Tensor row_map, SymInt num_rows, Tensor? weights) -> Tensor",
-    cuda=_permute_rows,
     reference=permute_reference,
     fake=_permute_fake,
     has_gradient=True,
 )
 _unpermute = define_compiled(
     "unpermute(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    cuda=_unpermute_rows,
     reference=unpermute_reference,
     fake=_unpermute_fake,
     has_gradient=True,
@@ -378,7 +276,6 @@ _unpermute = define_compiled(
 _permute_both = define_compiled(
     "permute_both(Tensor tokens, Tensor probs, Tensor row_map, SymInt num_rows)"
     " -> (Tensor, Tensor)",
-    cuda=_permute_both_rows,
     reference=_permute_both_reference,
     fits=_probs_fit,
     fake=_permute_both_fake,
@@ -386,7 +283,6 @@ _permute_both = define_compiled(
 )
 _unpermute_both = define_compiled(
     "unpermute_both(Tensor rows, Tensor row_probs, Tensor row_map) -> (Tensor, Tensor)",
-    cuda=_unpermute_both_rows,
     reference=_unpermute_both_reference,
     fits=_probs_fit,
     fake=_unpermute_both_fake,
@@ -394,7 +290,6 @@ _unpermute_both = define_compiled(
 )
 _row_dots = define_compiled(
     "row_dots(Tensor tokens, Tensor rows, Tensor row_map) -> Tensor",
-    cuda=_dot_rows,
     reference=_row_dots_reference,
     fits=_one_dtype,
     fake=_row_dots_fake,

@@ -2,8 +2,8 @@
 
 Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
 implementation from the device of the tensors. :func:`define_compiled` chooses there between a
-kernel, which is ``megacore::_<name>`` of ``_ops`` on CPUs, and a reference in torch. :func:`native`
-does so for kernels that have the same name and arguments in ``_core`` and ``_cuda``.
+kernel, which is ``megacore::_<name>`` of ``_ops`` or ``_cuda``, and a reference in torch.
+:func:`native` does so for kernels that take addresses.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ def _define(schema: str, fake: Callable[..., Any]) -> str:
 def define_compiled(
     schema: str,
     *,
-    cuda: Callable[..., Any],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     fits: Callable[..., bool] | None = None,
@@ -153,13 +152,12 @@ def define_compiled(
     dtypes: Collection[torch.dtype] | None = None,
     has_gradient: bool = False,
 ) -> Operation:
-    """Register an operation whose kernel for CPUs is in ``_ops``, and return it.
+    """Register an operation with kernels in ``_ops`` and ``_cuda``, and return it.
 
-    The kernel is the operation ``megacore::_<name>`` with the same schema; see `compiled`.
+    A kernel is the operation ``megacore::_<name>`` with the same schema; see `compiled`.
 
     Args:
         schema: Name, arguments and results in torch's schema language.
-        cuda: The operation by a kernel of ``_cuda``.
         reference: The operation with torch operations, where no kernel takes the arguments.
         fake: Returns empty results of the right shapes and dtypes.
         fits: Returns whether the kernels take the arguments. Default: always.
@@ -185,7 +183,7 @@ def define_compiled(
             or not (cuda_fits is None or cuda_fits(first, *args))
         ):
             return reference(first, *args)
-        return cuda(first, *args)
+        return kernel(first, *args)
 
     op = define_op(schema, cpu=call_cpu, cuda=call_cuda, fake=fake)
     if not has_gradient:
@@ -194,7 +192,9 @@ def define_compiled(
 
 
 def compiled(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register the schema of an operation of ``_ops`` by the name ``_<name>`` and return it.
+    """Register the schema of an operation in C++ by the name ``_<name>`` and return it.
+
+    Its functions are in ``_ops`` and, for GPUs, in ``_cuda``.
 
     It is called without the checks of torch's Python code, takes positional arguments only, and
     has no derivative.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.dense import wide
-from megacore.ops.register import DTYPES, define_compiled, define_gradient, launch
+from megacore.ops.register import define_compiled, define_gradient
 
 
 def split_and_rotate(
@@ -97,47 +97,6 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         out.copy_(target)
 
 
-def head_sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, Any]:
-    """Return the sizes of heads ``(S, B, G * Q, D)`` and ``(S, B, G, D)`` as kernels name them."""
-    sequence, batch, groups, head_dim = k.shape
-    return {
-        "num_tokens": sequence * batch,
-        "batch": batch,
-        "num_groups": groups,
-        "q_per_kv": q.shape[2] // groups,
-        "head_dim": head_dim,
-        "num_rotated": 2 * cos.shape[-1],
-        "position_per_sample": cos.dim() == 3,
-    }
-
-
-def _rotate(
-    qkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    backward: bool,
-) -> None:
-    """Write ``q``, ``k`` and ``v`` from ``qkv``, or backwards ``qkv`` from the others."""
-    cos, sin = cos.contiguous(), sin.contiguous()
-    launch(
-        "split_and_rotate",
-        qkv,
-        qkv=qkv.data_ptr(),
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        **head_sizes(q, k, cos),
-        backward=backward,
-        dtype=DTYPES[qkv.dtype],
-    )
-
-
 def fits(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
     """Return whether the tables are as the native rotation of ``(S, B, ...)`` reads them."""
     sequence, batch = x.shape[:2]
@@ -158,22 +117,6 @@ def _backward_fits(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> bool:
     return grad_q.dtype == grad_k.dtype == grad_v.dtype and fits(cos, sin, grad_q)
-
-
-def _run(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = qkv.contiguous()
-    q, k, v = _split_and_rotate_fake(qkv, cos, sin, head_dim)
-    _rotate(qkv, q, k, v, cos, sin, backward=False)
-    return q, k, v
-
-
-def _run_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
-    grad_q, grad_k, grad_v = grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
-    grad = _backward_fake(grad_q, grad_k, grad_v, cos, sin)
-    _rotate(grad, grad_q, grad_k, grad_v, cos, sin, backward=True)
-    return grad
 
 
 def _split_and_rotate_fake(
@@ -198,7 +141,6 @@ def _backward_fake(
 _split_and_rotate = define_compiled(
     "split_and_rotate(Tensor qkv, Tensor cos, Tensor sin, SymInt head_dim) "
     "-> (Tensor, Tensor, Tensor)",
-    cuda=_run,
     reference=split_and_rotate_reference,
     fits=_fits,
     cuda_fits=lambda *args: args[3] % 2 == 0,
@@ -208,7 +150,6 @@ _split_and_rotate = define_compiled(
 _split_and_rotate_backward = define_compiled(
     "split_and_rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, "
     "Tensor sin) -> Tensor",
-    cuda=_run_backward,
     reference=_backward_reference,
     fits=_backward_fits,
     cuda_fits=lambda grad_q, *_: grad_q.shape[-1] % 2 == 0,

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.register import define_compiled, launch
+from megacore.ops.register import define_compiled
 from megacore.ops.topk import top_k
 
 Kernel = Callable[..., None]
@@ -185,90 +185,6 @@ def _backward_reference(
     return grad
 
 
-def _rule(
-    logits: Tensor, k: int, num_pools: int, is_sigmoid: bool, after: bool, *rest: Any
-) -> dict[str, Any]:
-    normalize, scaling = rest
-    return {
-        "num_tokens": logits.shape[0],
-        "num_experts": logits.shape[1],
-        "top_k": k,
-        "num_pools": num_pools,
-        "is_sigmoid": is_sigmoid,
-        "softmax_after_top_k": after,
-        "normalize": normalize,
-        "scaling": scaling,
-    }
-
-
-def _run_route(
-    logits: Tensor,
-    bias: Tensor | None,
-    chosen: Tensor | None,
-    seen: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rule, has_sums, aux_scale, z_scale = args
-    logits = logits.contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    probs, ids, stats, losses = _route_fake(logits, bias, chosen, seen, *args)
-    if chosen is not None:
-        ids.copy_(chosen)
-    sizes = _rule(logits, *rule)
-    names = "num_tokens", "num_experts", "num_pools"
-    numel = cuda_kernels().route_workspace_numel(**{name: sizes[name] for name in names})
-    workspace = logits.new_empty(numel if has_sums else 0)
-    launch(
-        "route",
-        logits,
-        logits=logits.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        keeps_ids=chosen is not None,
-        probs=probs.data_ptr(),
-        ids=ids.data_ptr(),
-        stats=stats.data_ptr(),
-        losses=losses.data_ptr() if has_sums else 0,
-        seen=0 if seen is None else seen.data_ptr(),
-        aux_scale=aux_scale,
-        z_scale=z_scale,
-        workspace=workspace.data_ptr(),
-        **sizes,
-    )
-    return probs, ids, stats, losses
-
-
-def _run_backward(
-    grad_probs: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    counts: Tensor | None,
-    aux_factor: Tensor | None,
-    z_factor: Tensor | None,
-    *args: Any,
-) -> Tensor:
-    *rule, aux_scale, z_scale = args
-    grad_probs, logits = grad_probs.contiguous(), logits.contiguous()
-    counts = None if counts is None else counts.contiguous()
-    grad = torch.empty_like(logits)
-    launch(
-        "route_backward",
-        logits,
-        grad_probs=grad_probs.data_ptr(),
-        counts=0 if counts is None else counts.data_ptr(),
-        aux_factors=0 if aux_factor is None else aux_factor.data_ptr(),
-        num_aux_factors=1 if aux_factor is None else aux_factor.numel(),
-        z_factors=0 if z_factor is None else z_factor.data_ptr(),
-        num_z_factors=1 if z_factor is None else z_factor.numel(),
-        aux_scale=aux_scale,
-        z_scale=z_scale,
-        logits=logits.data_ptr(),
-        ids=ids.data_ptr(),
-        grad_logits=grad.data_ptr(),
-        **_rule(logits, ids.shape[1], *rule),
-    )
-    return grad
-
-
 def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
     """Return whether one operation routes these logits, on their device."""
     if logits.dtype != torch.float32:
@@ -321,7 +237,6 @@ _RULE = "SymInt num_pools, bool is_sigmoid, bool softmax_after_top_k, bool norma
 _route = define_compiled(
     "route(Tensor logits, Tensor? bias, Tensor? chosen, Tensor(a!)? seen, SymInt k, "
     f"{_RULE}, bool has_sums, float aux_scale, float z_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    cuda=_run_route,
     reference=route_reference,
     cuda_fits=_route_fits,
     dtypes=_DTYPES,
@@ -330,7 +245,6 @@ _route = define_compiled(
 _route_backward = define_compiled(
     "route_backward(Tensor grad_probs, Tensor logits, Tensor ids, Tensor? counts, "
     f"Tensor? aux_factor, Tensor? z_factor, {_RULE}, float aux_scale, float z_scale) -> Tensor",
-    cuda=_run_backward,
     reference=_backward_reference,
     fits=lambda grad_probs, logits, *_: logits.dtype == grad_probs.dtype,
     cuda_fits=_backward_fits,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
-from megacore.ops.register import define_compiled, describe, launch
+from megacore.ops.register import define_compiled, describe
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -52,22 +52,6 @@ def top_k_reference(scores: Tensor, k: int) -> Tensor:
     return order[:, :k].contiguous()
 
 
-def _choose(scores: Tensor, k: int) -> Tensor:
-    scores = scores.float().contiguous()  # widening preserves their order
-    rows, columns = scores.shape
-    chosen = scores.new_empty(rows, k, dtype=torch.int64)
-    launch(
-        "top_k",
-        scores,
-        scores=scores.data_ptr(),
-        rows=rows,
-        columns=columns,
-        k=k,
-        chosen=chosen.data_ptr(),
-    )
-    return chosen
-
-
 def _fits_kernel(scores: Tensor, k: int) -> bool:
     limit: int = cuda_kernels().MAX_TOP_K_COLUMNS
     return k <= scores.shape[1] <= limit
@@ -79,7 +63,6 @@ def _top_k_fake(scores: Tensor, k: int) -> Tensor:
 
 _top_k = define_compiled(
     "top_k(Tensor scores, SymInt k) -> Tensor",
-    cuda=_choose,
     reference=top_k_reference,
     cuda_fits=_fits_kernel,
     fake=_top_k_fake,

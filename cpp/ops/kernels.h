@@ -1,0 +1,59 @@
+// Operations that a module implements, under their names in torch, and their registration.
+
+#pragma once
+
+#include <span>
+
+#include "operations.h"
+
+namespace megacore::ops {
+
+struct Kernel {
+  const char* name;
+  StableKernel run;
+};
+
+// Those of both devices: the functions of operations.h in the module that includes this.
+inline constexpr Kernel kKernels[] = {
+    {"_rms_norm", kernel_of<rms_norm>},
+    {"_add_rms_norm", kernel_of<add_rms_norm>},
+    {"_rms_norm_backward", kernel_of<rms_norm_backward>},
+    {"_swiglu", kernel_of<swiglu>},
+    {"_swiglu_backward", kernel_of<swiglu_backward>},
+    {"_gelu", kernel_of<gelu>},
+    {"_gelu_backward", kernel_of<gelu_backward>},
+    {"_sort_by_expert", kernel_of<sort_by_expert>},
+    {"_permute", kernel_of<permute>},
+    {"_unpermute", kernel_of<unpermute>},
+    {"_permute_both", kernel_of<permute_both>},
+    {"_unpermute_both", kernel_of<unpermute_both>},
+    {"_row_dots", kernel_of<row_dots>},
+    {"_top_k", kernel_of<top_k>},
+    {"_split_and_rotate", kernel_of<split_and_rotate>},
+    {"_split_and_rotate_backward", kernel_of<split_and_rotate_backward>},
+    {"_norm_and_rotate", kernel_of<norm_and_rotate>},
+    {"_norm_and_rotate_backward", kernel_of<norm_and_rotate_backward>},
+    {"_route", kernel_of<route>},
+    {"_route_backward", kernel_of<route_backward>},
+    {"_counter_dropout", kernel_of<counter_dropout>},
+};
+
+// The version whose C interface these sources use, as torch writes it: 2.11.
+inline constexpr uint64_t kTorchVersion = (uint64_t{2} << 56) | (uint64_t{11} << 48);
+
+// Registers kKernels and `others` for a dispatch key; returns whether torch took all. They stay
+// registered until the process ends.
+inline bool register_kernels(const char* name_space,
+                             const char* dispatch_key,
+                             std::span<const Kernel> others) {
+  TorchLibraryHandle library = nullptr;
+  if (aoti_torch_library_init_impl(name_space, dispatch_key, __FILE__, __LINE__, &library) != 0) {
+    return false;
+  }
+  const auto take = [library](const Kernel& kernel) {
+    return torch_library_impl(library, kernel.name, kernel.run, kTorchVersion) == 0;
+  };
+  return std::ranges::all_of(kKernels, take) && std::ranges::all_of(others, take);
+}
+
+}  // namespace megacore::ops

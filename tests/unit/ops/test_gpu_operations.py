@@ -1,0 +1,110 @@
+"""The GPU's functions of compiled operations, without a GPU: on emulated kernels, for CPU tensors.
+
+`make test-cpp` compiles them. Results are compared with those of the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.ops.test_compiled import OPS, arguments_of
+
+LIBRARY = Path(__file__).parents[3] / "build/cpu/tests/cpp/libemulated_operations.so"
+NAMES = sorted(set(arguments_of()) - {"grouped_product"})
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Any]:
+    """The namespace of operations on emulated kernels."""
+    if not LIBRARY.exists():
+        pytest.skip("the emulated kernels are not compiled; make test-cpp compiles them")
+    library = torch.library.Library("megacore_emulated", "DEF")  # type: ignore[no-untyped-call]
+    for name in NAMES:
+        schema = str(getattr(OPS, f"_{name}").default._schema).removeprefix("megacore::")
+        library.define(schema)  # type: ignore[no-untyped-call]
+    assert ctypes.CDLL(str(LIBRARY)).megacore_register_emulated()
+    yield torch.ops.megacore_emulated
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def gpu_arguments(name: str, dtype: torch.dtype) -> list[Any]:
+    """Arguments with the widths that the GPU's kernels take."""
+    given = arguments_of(dtype)[name]
+    draw = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(dtype)
+
+    if name in ("rms_norm", "add_rms_norm", "rms_norm_backward"):
+        wide = [random(3, 2, 32) if isinstance(x, Tensor) and x.dim() == 3 else x for x in given]
+        wide = [random(32) if isinstance(x, Tensor) and x.dim() == 1 else x for x in wide]
+        if name == "rms_norm_backward":
+            wide[3] = torch.rand(3, 2, 1, generator=draw) + 0.5
+        return wide
+    if name.startswith("norm_and_rotate"):
+        tables = [torch.randn(4, 16, generator=draw) for _ in range(2)]
+        weights, qkv = (random(32), random(32)), random(3, 2, 2, 4 * 32)
+        if name == "norm_and_rotate":
+            return [qkv, *weights, *tables, 32, 1e-5]
+        scale = torch.rand(3, 2, 2, 3, generator=draw) + 0.5
+        heads = random(3, 2, 4, 32), random(3, 2, 2, 32), random(3, 2, 2, 32)
+        return [*heads, qkv, *weights, scale, *tables, True, True]
+    return given
+
+
+def copied(arguments: list[Any]) -> list[Any]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+
+
+def results(operation: Any, arguments: list[Any]) -> list[Tensor]:
+    found = operation(*arguments)
+    written = [x for x in arguments if isinstance(x, Tensor)]
+    return [*([found] if isinstance(found, Tensor) else found), *written]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        tolerance = 3e-6 if one.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_those_of_the_cpu(emulated: Any, name: str, dtype: torch.dtype) -> None:
+    arguments = gpu_arguments(name, dtype)
+    found = results(getattr(emulated, f"_{name}"), copied(arguments))
+    assert_same(found, results(getattr(OPS, name), copied(arguments)))
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """The same numbers one element behind an address that kernels can load packs from."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    assert memory.data_ptr() % 16 == 0
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_strides_and_addresses_are_taken(emulated: Any, name: str) -> None:
+    arguments = gpu_arguments(name, torch.bfloat16)
+    expected = results(getattr(emulated, f"_{name}"), copied(arguments))
+    strided = [torch.stack([x, x], -1)[..., 0] if isinstance(x, Tensor) else x for x in arguments]
+    if name == "route":
+        strided[3] = arguments[3].clone()  # written in place, as it is
+    assert_same(results(getattr(emulated, f"_{name}"), strided), expected)
+    if name not in ("swiglu", "gelu", "swiglu_backward", "gelu_backward"):
+        shifted = [moved(x) if isinstance(x, Tensor) else x for x in arguments]
+        assert_same(results(getattr(emulated, f"_{name}"), shifted), expected)
+
+
+def test_wrong_shapes_are_refused_with_both(emulated: Any) -> None:
+    with pytest.raises(ValueError, match=r"weight must be \(8,\), as wide as x \(2, 8\), got \(7,"):
+        emulated._rms_norm(torch.ones(2, 8), torch.ones(7), 0.0)
