@@ -38,6 +38,7 @@ struct DTypes {
   int32_t float32 = aoti_torch_dtype_float32();
   int32_t bfloat16 = aoti_torch_dtype_bfloat16();
   int32_t float16 = aoti_torch_dtype_float16();
+  int32_t float8 = aoti_torch_dtype_float8_e4m3fn();
   int32_t uint8 = aoti_torch_dtype_uint8();
   int32_t int32 = aoti_torch_dtype_int32();
   int32_t int64 = aoti_torch_dtype_int64();

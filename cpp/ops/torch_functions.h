@@ -67,6 +67,7 @@ int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_float8_e4m3fn();
 int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();

@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "bindings.h"
+#include "grouped_gemm.h"
 #include "kernels.h"
 #include "megacore/cuda/check.h"
 #include "megacore/cuda/dense.h"
+#include "megacore/cuda/grouped_gemm.h"
 #include "megacore/cuda/permutation.h"
 #include "megacore/cuda/router.h"
 #include "megacore/cuda/topk.h"
@@ -50,16 +52,19 @@ void set_limits(pybind11::module_& module) {
 
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "CUDA kernels of megacore. Use megacore.ops; this module is private.";
-  if (!megacore::ops::register_kernels("megacore", "CUDA", {})) {
+  using megacore::ops::Kernel;
+  constexpr Kernel kOthers[] = {
+      {"_grouped_gemm_", megacore::ops::kernel_of<megacore::ops::grouped_gemm_>}};
+  if (!megacore::ops::register_kernels("megacore", "CUDA", kOthers)) {
     throw pybind11::import_error("torch did not take megacore's operations");
   }
   module.def("device_count", &device_count);
   module.def("runtime_version", &runtime_version);
   module.def("compiled_archs", &compiled_archs);
+  module.def("grouped_gemm_archs", &megacore::cuda::grouped_gemm_archs);
   set_limits(module);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_fp8(module);
-  megacore::bindings::bind_gemm(module);
   megacore::bindings::bind_optim(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_plan(module);

@@ -75,70 +75,7 @@ def quantize_blocks(
 ) -> None: ...
 
 # Tensors are addresses; enumerators are numbers; see cuda/include/megacore/cuda/grouped_gemm.h.
-def grouped_gemm(
-    *,
-    product: int,
-    a: int,
-    b: int,
-    m_splits: int,
-    d: int,
-    operand: int,
-    result: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    accumulate: bool,
-    accumulate_mask: int,
-    clear_tail: bool,
-    tile: int,
-    along_columns: bool,
-    workspace: int,
-    workspace_bytes: int,
-    stream: int,
-    first_row: int = 0,
-    expected_rows: int = 0,
-    a_scale: int = 0,
-    b_scale: int = 0,
-) -> None: ...
-def grouped_gemm_set_up(
-    *,
-    product: int,
-    a: int,
-    b: int,
-    m_splits: int,
-    d: int,
-    operand: int,
-    result: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    accumulate: bool,
-    accumulate_mask: int,
-    clear_tail: bool,
-    tile: int,
-    along_columns: bool,
-    workspace: int,
-    workspace_bytes: int,
-    stream: int,
-    first_row: int = 0,
-    expected_rows: int = 0,
-    a_scale: int = 0,
-    b_scale: int = 0,
-) -> None: ...
 def grouped_gemm_archs() -> list[str]: ...
-def grouped_gemm_workspace_bytes(*, num_experts: int) -> int: ...
-def grouped_gemm_plan(
-    *,
-    product: int,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    major: int,
-    expected_rows: int = 0,
-) -> tuple[int, bool]: ...
 
 MAX_SORTED_EXPERTS: int
 MAX_TOP_K_COLUMNS: int

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore import _core
 from megacore.ops import cuda_kernels, grouped_gemm
 from megacore.ops.gemm_cuda import Product, launch_grouped
-from tests.support.grouped_arguments import Problem, expected_arguments, read_arguments
 
 pytestmark = pytest.mark.gpu
 
@@ -267,38 +265,6 @@ def test_calls_on_two_streams_do_not_disturb_each_other() -> None:
         torch.cuda.synchronize()
         assert torch.equal(y, expected[0])
         assert torch.equal(dw, expected[1])
-
-
-@pytest.mark.parametrize("product", [0, 1, 2])
-def test_the_set_up_kernel_writes_what_its_twin_does(product: int) -> None:
-    rng = random.Random(product)
-    for num_experts in (1, 2, 33, 256, 1000, 1024):
-        counts = [rng.choice([0, 1, -3, rng.randrange(300)]) for _ in range(num_experts)]
-        mask = [rng.random() < 0.5 for _ in counts] if product == 2 else None
-        num_rows = max(1, sum(max(count, 0) for count in counts) - rng.choice([0, 50]))
-        num_bytes = _core.grouped_arguments_bytes(num_experts=num_experts)
-        workspace = torch.full((num_bytes,), 0xEE, dtype=torch.uint8, device="cuda")
-        splits = torch.tensor(counts, device="cuda")
-        entries = None if mask is None else torch.tensor(mask, device="cuda")
-        # Never read or written: everything is accumulated, or has rows.
-        a, b, d = 1 << 20, 1 << 21, 1 << 22
-        accumulate = product == 2 and mask is None
-        if mask is not None:
-            mask, entries = [True] * num_experts, torch.ones(num_experts, device="cuda").bool()
-        cuda_kernels().grouped_gemm_set_up(
-            product=product, a=a, b=b, m_splits=splits.data_ptr(), d=d, operand=0,
-            result=2 if product == 2 else 0, num_rows=num_rows, num_experts=num_experts,
-            out_features=24, in_features=40, accumulate=accumulate,
-            accumulate_mask=0 if entries is None else entries.data_ptr(), clear_tail=False,
-            tile=0, along_columns=False, workspace=workspace.data_ptr(),
-            workspace_bytes=num_bytes, stream=torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-        problem = Problem(
-            product=product, m_splits=counts, num_rows=num_rows, out_features=24, in_features=40,
-            operand_bytes=2, result_bytes=4 if product == 2 else 2, accumulate=accumulate,
-            mask=mask, a=a, b=b, d=d,
-        )  # fmt: skip
-        assert read_arguments(workspace, num_experts) == expected_arguments(problem)
 
 
 def test_counts_that_do_not_fit_stay_within_the_matrices() -> None:

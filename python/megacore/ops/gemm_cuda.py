@@ -13,13 +13,12 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
 from megacore.ops.gemm_torch import has_grouped_mm
-from megacore.ops.register import aligned, launch
+from megacore.ops.register import compiled
 
 Product = Literal["forward", "input_grad", "weight_grad"]
 
 # Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h and of the operation.
 PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3, "square": 4}
 # Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
 PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
@@ -210,49 +209,23 @@ def launch_grouped(
         ValueError: If a size, dtype or address does not fit, or the plan is unknown.
         RuntimeError: If the device or the build has no kernel.
     """
-    weight = out if product == "weight_grad" else b
-    num_experts, out_features, in_features = weight.shape
-    if accumulate_mask is not None:
-        accumulate_mask = accumulate_mask.contiguous()
-    a, b = aligned(a), aligned(b)
-    m_splits = None if m_splits is None else m_splits.contiguous()
-    a_scale, b_scale = scales or (None, None)
     tile, along_columns = _plan(plan)
-    # From torch's allocator, which reuses this memory in stream order only.
-    workspace = out.new_empty(_workspace_bytes(out.device, num_experts), dtype=torch.uint8)
-    launch(
-        "grouped_gemm",
+    _grouped_gemm(
+        a,
+        b,
+        m_splits,
         out,
-        product=PRODUCTS[product],
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        m_splits=0 if m_splits is None else m_splits.data_ptr(),
-        d=out.data_ptr(),
-        operand=_TYPES[a.dtype],
-        result=_TYPES[out.dtype],
-        num_rows=a.shape[0] if num_rows is None else num_rows,
-        num_experts=num_experts,
-        out_features=out_features,
-        in_features=in_features,
-        accumulate=accumulate,
-        accumulate_mask=0 if accumulate_mask is None else accumulate_mask.data_ptr(),
-        clear_tail=clear_tail,
-        tile=tile,
-        along_columns=along_columns,
-        workspace=workspace.data_ptr(),
-        workspace_bytes=workspace.numel(),
-        first_row=0 if first_row is None else first_row.data_ptr(),
-        expected_rows=expected_rows,
-        a_scale=0 if a_scale is None else a_scale.data_ptr(),
-        b_scale=0 if b_scale is None else b_scale.data_ptr(),
+        PRODUCTS[product],
+        *(scales or (None, None)),
+        a.shape[0] if num_rows is None else num_rows,
+        accumulate,
+        accumulate_mask,
+        clear_tail,
+        first_row,
+        expected_rows,
+        tile,
+        along_columns,
     )
-
-
-@functools.cache
-def _workspace_bytes(device: torch.device, num_experts: int) -> int:
-    with torch.cuda.device(device):
-        needed: int = cuda_kernels().grouped_gemm_workspace_bytes(num_experts=num_experts)
-    return needed
 
 
 def _plan(plan: str | None) -> tuple[int, bool]:
@@ -264,3 +237,16 @@ def _plan(plan: str | None) -> tuple[int, bool]:
             f'may be followed by "-columns", got {plan!r}'
         )
     return _TILES[tile], bool(dash)
+
+
+def _fake(*args: object) -> None:
+    del args
+
+
+_grouped_gemm = compiled(
+    "grouped_gemm_(Tensor a, Tensor b, Tensor? m_splits, Tensor(a!) out, int product,"
+    " Tensor? a_scale, Tensor? b_scale, SymInt num_rows, bool accumulate, Tensor? mask,"
+    " bool clear_tail, Tensor? first_row, SymInt expected_rows, int tile, bool along_columns)"
+    " -> ()",
+    _fake,
+)

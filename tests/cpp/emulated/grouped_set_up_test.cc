@@ -7,6 +7,8 @@
 #include <cstring>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "megacore/cuda/grouped_gemm.h"
@@ -190,14 +192,90 @@ TEST(GroupedSetUp, RefusesProductsThatFactorsOf8BitsDoNotHave) {
   grouped_gemm_set_up(empty, nullptr);  // memory without elements has no address
 }
 
+using Change = void (*)(GroupedGemmParams&);
+
+template <typename T>
+void misplace(T*& pointer, uintptr_t address) {
+  pointer = reinterpret_cast<T*>(address);
+}
+
+TEST(GroupedSetUp, ExplainsMistakes) {
+  const Case c = {.product = GroupedProduct::kForward, .counts = {3, 4}};
+  Memory result(12 * 2 * kOut), workspace(moe::grouped_arguments_bytes(2));
+  const GroupedGemmParams right = params_of(c, result, workspace);
+  const std::pair<Change, const char*> mistakes[] = {
+      {[](auto& p) { p.num_experts = 0; }, "num_experts is 0; one launch takes 1 to 1024"},
+      {[](auto& p) { p.num_experts = 1025; }, "num_experts is 1025"},
+      {[](auto& p) { p.num_rows = int64_t{1} << 31; }, "below 2^31, got 2147483648"},
+      {[](auto& p) { p.out_features = 60; }, "a multiple of 8, so that rows are aligned to 16"},
+      {[](auto& p) { p.out_features = 60; }, "the nearest is 64"},
+      {[](auto& p) { p.in_features = 3; }, "the nearest is 8"},
+      {[](auto& p) { misplace(p.a, 1048584); }, "the first factor lies at address 1048584"},
+      {[](auto& p) { p.b = nullptr; }, "the second factor lies at address 0"},
+      {[](auto& p) { misplace(p.d, 1048578); }, "the result lies at address 1048578"},
+      {[](auto& p) { misplace(p.m_splits, 4); }, "m_splits lies at address 4"},
+      {[](auto& p) { misplace(p.workspace, 128); }, "a multiple of 256"},
+      {[](auto& p) { p.operand = GroupedType::kFloat32; }, "the factors are float32"},
+      {[](auto& p) { p.result = GroupedType::kFloat16; }, "must have the type of the factors"},
+      {[](auto& p) { p.result = GroupedType::kFloat32; }, "only a weight gradient may be float32"},
+      {[](auto& p) { p.accumulate = true; }, "only a weight gradient in float32 can be added"},
+  };
+  for (const auto launcher : {grouped_gemm, grouped_gemm_set_up}) {
+    for (const auto& [change, message] : mistakes) {
+      GroupedGemmParams wrong = right;
+      change(wrong);
+      try {
+        launcher(wrong, nullptr);
+        ADD_FAILURE() << message;
+      } catch (const std::invalid_argument& error) {
+        EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
+      }
+    }
+  }
+  GroupedGemmParams nothing = right;
+  nothing.num_rows = 0;
+  nothing.a = nothing.b = nullptr;
+  nothing.d = nullptr;
+  grouped_gemm(nothing, nullptr);  // needs no kernel
+}
+
+moe::GroupedProblem problem_of(GroupedProduct product, int64_t rows_per_expert) {
+  return {.product = product,
+          .num_rows = 32 * rows_per_expert,
+          .num_experts = 32,
+          .out_features = 2048,
+          .in_features = 1024,
+          .operand_bytes = 2,
+          .result_bytes = 2};
+}
+
+TEST(GroupedPlan, TakesNarrowTilesForGroupsOfFewRows) {
+  using enum GroupedTile;
+  const auto tile = [](GroupedProduct product, int64_t rows, int major) {
+    return choose_grouped_plan(problem_of(product, rows), 0, major).tile;
+  };
+  EXPECT_EQ(tile(GroupedProduct::kForward, 4096, 9), kWide);
+  EXPECT_EQ(tile(GroupedProduct::kInputGrad, 64, 9), kNarrow);
+  EXPECT_EQ(tile(GroupedProduct::kForward, 65, 9), kMiddle);
+  EXPECT_EQ(tile(GroupedProduct::kForward, 640, 9), kMiddle);
+  EXPECT_EQ(tile(GroupedProduct::kInputGrad, 641, 9), kWide);
+  // Few rows to sum, and as much to write as ever.
+  EXPECT_EQ(tile(GroupedProduct::kWeightGrad, 64, 9), kSquare);
+  EXPECT_EQ(tile(GroupedProduct::kWeightGrad, 4096, 9), kWide);
+  EXPECT_EQ(tile(GroupedProduct::kForward, 64, 10), kWide);  // the only one there
+}
+
+TEST(GroupedPlan, TakesSquareTilesForResultsOfFewColumns) {
+  moe::GroupedProblem problem = problem_of(GroupedProduct::kForward, 256);
+  problem.out_features = 128;
+  EXPECT_EQ(choose_grouped_plan(problem, 0, 9).tile, GroupedTile::kSquare);
+  EXPECT_FALSE(choose_grouped_plan(problem, 0, 9).along_columns);
+  problem.out_features = 136;
+  EXPECT_EQ(choose_grouped_plan(problem, 0, 9).tile, GroupedTile::kMiddle);
+}
+
 TEST(GroupedPlan, FollowsTheExpectedRowsAndNotTheCapacity) {
-  const moe::GroupedProblem problem = {.product = GroupedProduct::kForward,
-                                       .num_rows = 32 * 1024,
-                                       .num_experts = 32,
-                                       .out_features = 2048,
-                                       .in_features = 1024,
-                                       .operand_bytes = 2,
-                                       .result_bytes = 2};
+  const moe::GroupedProblem problem = problem_of(GroupedProduct::kForward, 1024);
   EXPECT_EQ(choose_grouped_plan(problem, 0, 9).tile, GroupedTile::kWide);
   EXPECT_EQ(choose_grouped_plan(problem, 1024, 9).tile, GroupedTile::kWide);
   EXPECT_EQ(choose_grouped_plan(problem, 640, 9).tile, GroupedTile::kMiddle);

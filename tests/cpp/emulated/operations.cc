@@ -1,9 +1,12 @@
 // Registers the operations of the CUDA module on emulated kernels, for CPU tensors, in a namespace of
 // its own.
 
+#include "grouped_gemm.h"
 #include "kernels.h"
 
 // Returns whether torch took them; their schemas come from the caller.
 extern "C" __attribute__((visibility("default"))) bool megacore_register_emulated() {
-  return megacore::ops::register_kernels("megacore_emulated", "CPU", {});
+  using namespace megacore::ops;
+  constexpr Kernel kOthers[] = {{"_grouped_gemm_", kernel_of<grouped_gemm_>}};
+  return register_kernels("megacore_emulated", "CPU", kOthers);
 }

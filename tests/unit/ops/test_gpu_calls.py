@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacore.ops import cuda_module, gemm_cuda, register
+from megacore.ops import cuda_module, register
 
 STUB = Path(register.__file__).parents[1] / "_cuda.pyi"
 MODULES = (
@@ -79,10 +79,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(Tensor, "data_ptr", lambda _: 4096)
-    gemm_cuda._workspace_bytes.cache_clear()
     with FakeTensorMode():
         yield stand_in
-    gemm_cuda._workspace_bytes.cache_clear()
 
 
 # Operations of C++ that were called.
@@ -202,16 +200,6 @@ def test_the_kernel_is_called_as_its_stub_declares(
     results = implementation(*args)
     assert kernels.called or [name] == COMPILED, "the operation was computed by torch operations"
     assert shapes(results) == shapes(fake(*args))
-
-
-@pytest.mark.parametrize("product", ["forward", "input_grad", "weight_grad"])
-def test_grouped_products_are_called_as_the_stub_declares(kernels: Kernels, product: Any) -> None:
-    rows, weights = on_gpu(T, H, dtype=torch.bfloat16), on_gpu(E, H, H)
-    second, out = (rows, weights) if product == "weight_grad" else (weights.bfloat16(), rows)
-    gemm_cuda.launch_grouped(
-        product, rows, second, ids(E), out, accumulate_mask=None, first_row=ids()
-    )
-    assert kernels.called == ["grouped_gemm"]
 
 
 def test_other_dtypes_go_to_torch_operations(kernels: Kernels) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.ops import gemm_cuda
 from tests.unit.ops.test_compiled import OPS, arguments_of
 
 LIBRARY = Path(__file__).parents[3] / "build/cpu/tests/cpp/libemulated_operations.so"
@@ -27,7 +28,7 @@ def emulated() -> Iterator[Any]:
     if not LIBRARY.exists():
         pytest.skip("the emulated kernels are not compiled; make test-cpp compiles them")
     library = torch.library.Library("megacore_emulated", "DEF")  # type: ignore[no-untyped-call]
-    for name in NAMES:
+    for name in (*NAMES, "grouped_gemm_"):
         schema = str(getattr(OPS, f"_{name}").default._schema).removeprefix("megacore::")
         library.define(schema)  # type: ignore[no-untyped-call]
     assert ctypes.CDLL(str(LIBRARY)).megacore_register_emulated()
@@ -108,3 +109,20 @@ def test_any_strides_and_addresses_are_taken(emulated: Any, name: str) -> None:
 def test_wrong_shapes_are_refused_with_both(emulated: Any) -> None:
     with pytest.raises(ValueError, match=r"weight must be \(8,\), as wide as x \(2, 8\), got \(7,"):
         emulated._rms_norm(torch.ones(2, 8), torch.ones(7), 0.0)
+
+
+@pytest.mark.parametrize("product", ["forward", "input_grad", "weight_grad"])
+def test_grouped_products_reach_their_launcher(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch, product: gemm_cuda.Product
+) -> None:
+    monkeypatch.setattr(gemm_cuda, "_grouped_gemm", emulated._grouped_gemm_)
+    rows, w = torch.ones(6, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16()
+    splits, first_row = torch.tensor([2, 3]), torch.tensor(1)
+    first, second, out = (rows, rows, w.float()) if product == "weight_grad" else (rows, w, rows)
+    mask = torch.tensor([True, False]) if product == "weight_grad" else None
+    with pytest.raises(RuntimeError, match="no grouped product"):
+        gemm_cuda.launch_grouped(
+            product, first, second, splits, out, accumulate_mask=mask, first_row=first_row
+        )
+    with pytest.raises(ValueError, match=r"m_splits must have 2 entries of its dtype, got \(3,\)"):
+        gemm_cuda.launch_grouped(product, first, second, torch.ones(3).long(), out)

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -127,109 +126,11 @@ def test_the_number_of_experts_is_checked(num_experts: int) -> None:
         )  # fmt: skip
 
 
-# ---- what is refused before CUTLASS sees it, and needs no GPU -----------------------------------
-
-VALID: dict[str, Any] = {
-    "product": 0, "a": 1 << 20, "b": 1 << 20, "m_splits": 1 << 20, "d": 1 << 20, "operand": 0,
-    "result": 0, "num_rows": 100, "num_experts": 4, "out_features": 64, "in_features": 64,
-    "accumulate": False, "accumulate_mask": 0, "clear_tail": False, "tile": 0,
-    "along_columns": False, "workspace": 1 << 20, "workspace_bytes": 1 << 20, "stream": 0,
-}  # fmt: skip
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("launcher", ["grouped_gemm", "grouped_gemm_set_up"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"product": 3}, "product must be 0 to 2, got 3"),
-        ({"tile": -1}, "tile must be 0 to 4, got -1"),
-        ({"num_experts": 0}, "num_experts is 0; one launch takes 1 to 1024"),
-        ({"num_experts": 1025}, "num_experts is 1025"),
-        ({"num_rows": 1 << 31}, r"below 2\^31"),
-        ({"out_features": 60}, "out_features is 60; .* multiple of 8.* the nearest is 64"),
-        ({"in_features": 3}, "in_features is 3; .* the nearest is 8"),
-        ({"a": (1 << 20) + 8}, "the first factor lies at address 1048584; .* multiple of 16"),
-        ({"b": 0}, "the second factor lies at address 0"),
-        ({"d": (1 << 20) + 2}, "the result lies at address"),
-        ({"m_splits": 4}, "m_splits lies at address 4"),
-        ({"workspace": 128}, "the workspace lies at address 128; .* multiple of 256"),
-        ({"operand": 2}, "the factors are float32"),
-        ({"result": 1}, "the result must have the type of the factors"),
-        ({"result": 2}, "only a weight gradient may be float32"),
-        ({"accumulate": True}, "only a weight gradient in float32 can be added"),
-        ({"product": 2, "accumulate_mask": 1}, "only a weight gradient in float32 can be added"),
-    ],
-)
-def test_mistakes_are_explained(launcher: str, change: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        getattr(cuda_kernels(), launcher)(**{**VALID, **change})
-
-
-@needs_cuda_build
-def test_nothing_to_do_needs_no_device() -> None:
-    cuda_kernels().grouped_gemm(**{**VALID, "num_rows": 0, "a": 0, "b": 0, "d": 0})
-
-
-@needs_cuda_build
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_launch_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"asking for the current device|asking for the device"):
-        cuda_kernels().grouped_gemm(**VALID)
-
-
 @pytest.mark.parametrize("plan", ["big", "auto-columns", "wide-rows", "wide-"])
 def test_an_unknown_plan_is_refused(plan: str) -> None:
     x, w = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"must be one of auto, wide.*, got '{plan}'"):
         launch_grouped("forward", x, w, torch.tensor([4]), x.clone(), plan=plan)
-
-
-# ---- choice of tiles ----------------------------------------------------------------------------
-
-WIDE, MIDDLE, NARROW, SQUARE = 1, 2, 3, 4
-
-
-@needs_cuda_build
-@pytest.mark.parametrize(
-    ("product", "rows_per_expert", "major", "tile"),
-    [
-        (0, 4096, 9, WIDE),
-        (1, 64, 9, NARROW),
-        (0, 65, 9, MIDDLE),
-        (0, 640, 9, MIDDLE),
-        (1, 641, 9, WIDE),
-        (2, 64, 9, SQUARE),  # few rows to sum, and as much to write as ever
-        (2, 4096, 9, WIDE),
-        (0, 64, 10, WIDE),  # the only one there
-    ],
-)
-def test_groups_of_few_rows_take_narrow_tiles(
-    product: int, rows_per_expert: int, major: int, tile: int
-) -> None:
-    plan = cuda_kernels().grouped_gemm_plan(
-        product=product, num_rows=32 * rows_per_expert, num_experts=32, out_features=2048,
-        in_features=1024, major=major,
-    )  # fmt: skip
-    assert plan[0] == tile
-
-
-@needs_cuda_build
-def test_expected_rows_choose_the_tile_of_rows_with_a_capacity() -> None:
-    sizes = {"num_rows": 32 * 1024, "num_experts": 32, "out_features": 2048, "in_features": 1024}
-    for expected, tile in ((0, WIDE), (640, MIDDLE), (64, NARROW)):
-        plan = cuda_kernels().grouped_gemm_plan(product=0, major=9, expected_rows=expected, **sizes)
-        assert plan[0] == tile
-
-
-@needs_cuda_build
-@pytest.mark.parametrize(("out_features", "tile"), [(128, SQUARE), (136, MIDDLE)])
-def test_results_of_few_columns_take_square_tiles(out_features: int, tile: int) -> None:
-    plan = cuda_kernels().grouped_gemm_plan(
-        product=0, num_rows=32 * 256, num_experts=32, out_features=out_features, in_features=1024,
-        major=9,
-    )  # fmt: skip
-    assert plan == (tile, False)
 
 
 # ---- the build ----------------------------------------------------------------------------------

@@ -1,0 +1,28 @@
+// Operations for GPUs alone.
+
+#pragma once
+
+#include "tensor.h"
+
+namespace megacore::ops {
+
+// Writes a grouped product into `out`; see cuda/grouped_gemm.h. `product`, `tile` and
+// `along_columns` are its enumerators and order of tiles. Weights (E, N, K) are `b`, or `out` in a
+// weight gradient. `num_rows` is M, which the shape of transposed 8-bit columns does not tell.
+void grouped_gemm_(Tensor a,
+                   Tensor b,
+                   std::optional<Tensor> m_splits,
+                   Tensor out,
+                   int64_t product,
+                   std::optional<Tensor> a_scale,
+                   std::optional<Tensor> b_scale,
+                   int64_t num_rows,
+                   bool accumulate,
+                   std::optional<Tensor> mask,
+                   bool clear_tail,
+                   std::optional<Tensor> first_row,
+                   int64_t expected_rows,
+                   int64_t tile,
+                   bool along_columns);
+
+}  // namespace megacore::ops
