@@ -84,7 +84,7 @@ def wheel_steps() -> list[Step]:
     if not wheels:
         return []
     command = [*_PIP, "--no-deps", "--force-reinstall", str(wheels[-1])]
-    imports = "import megacore._core, megacore._cuda"
+    imports = "import torch, megacore._core, megacore._cuda"
     return [
         Step(name="wheel", command=command, limit_s=60.0),
         Step(name="import", command=[sys.executable, "-c", imports], limit_s=60.0),
