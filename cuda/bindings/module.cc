@@ -28,6 +28,13 @@ int runtime_version() {
   return version;
 }
 
+// The newest version of CUDA that the driver supports; 0 without a driver.
+int driver_version() {
+  int version = 0;
+  megacore::cuda::check(cudaDriverGetVersion(&version), "asking for the driver's version");
+  return version;
+}
+
 std::vector<std::string> compiled_archs() {
   std::vector<std::string> archs;
   std::istringstream text(MEGACORE_CUDA_ARCHS);
@@ -60,6 +67,7 @@ PYBIND11_MODULE(_cuda, module) {
   }
   module.def("device_count", &device_count);
   module.def("runtime_version", &runtime_version);
+  module.def("driver_version", &driver_version);
   module.def("compiled_archs", &compiled_archs);
   module.def("grouped_gemm_archs", &megacore::cuda::grouped_gemm_archs);
   set_limits(module);

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 # As `make`: that of the virtual environment first; one of a distribution may be too old for CUDA.
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
+NVCC = shutil.which("nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 
 
@@ -34,6 +37,13 @@ class Machine:
 
     def add_gpus(self, *capabilities: str) -> None:
         self._add("nvidia-smi", "printf '" + "".join(c + "\\n" for c in capabilities) + "'")
+
+    def add_toolkit(self, *known: str) -> None:
+        """Let nvcc work, of a toolkit that knows some architectures."""
+        lines = "".join(f"compute_{arch}\\n" for arch in known)
+        self._add(
+            "nvcc", f'case "$*" in *--list-gpu-arch*) printf "{lines}";; *) {NVCC} "$@";; esac'
+        )
 
     def configure(self, *settings: str) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_HOME")}
@@ -99,6 +109,39 @@ def test_gpus_at_hand_choose_the_architectures(machine: Machine) -> None:
     assert machine.started.exists()
     assert "CUDA kernels wanted for 90a;80" in done.stdout
     assert "CUDA kernels left out" in done.stderr  # this nvcc does not work
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("known", "gpu", "built"),
+    [
+        (("80", "90", "100"), "8.9", "90a;100a"),  # the GPU is newer than the toolkit
+        (("80", "89", "90"), "8.9", "89;90a"),  # it is not, and 100a is
+        (("80", "90", "100", "120"), "12.0", "120a;90a;100a"),
+    ],
+)
+def test_on_builds_for_the_gpus_at_hand_too_as_far_as_the_toolkit_knows_them(
+    machine: Machine, known: tuple[str, ...], gpu: str, built: str
+) -> None:
+    machine.add_gpus(gpu)
+    machine.add_toolkit(*known)
+    done = machine.configure("MEGACORE_CUDA=ON", "MEGACORE_GROUPED_GEMM=OFF")
+    assert done.returncode == 0, done.stderr
+    assert f"CUDA kernels are built for {built}\n" in done.stdout
+    missing = {"89": "8.9", "100": "10.0", "120": "12.0"}.items()
+    for arch, capability in missing:
+        asked = arch == "100" or capability == gpu
+        assert (f"No CUDA kernels for sm_{arch}" in done.stderr) == (asked and arch not in known)
+
+
+@needs_nvcc
+def test_a_gpu_newer_than_the_toolkit_leaves_the_rest_of_the_build(machine: Machine) -> None:
+    machine.add_gpus("10.3")
+    machine.add_toolkit("80", "90", "100")
+    done = machine.configure("MEGACORE_CUDA=AUTO")
+    assert done.returncode == 0, done.stderr
+    assert "No CUDA kernels for sm_103a" in done.stderr
+    assert "_cuda no" in done.stdout
 
 
 def test_a_setting_that_is_none_is_refused(machine: Machine) -> None:

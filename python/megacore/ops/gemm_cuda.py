@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import WITHOUT_KERNELS, KernelBuild, device_facts, kernel_obstacle
 from megacore.ops.gemm_torch import has_grouped_mm
 from megacore.ops.register import compiled
 
@@ -93,7 +93,7 @@ def _fp8_obstacle(
 ) -> str | None:
     if device.type != "cuda":
         return f"there are no 8-bit products on the {device.type.upper()}"
-    capability = torch.cuda.get_device_capability(device)
+    capability = device_facts(device).capability
     if capability != FP8_CAPABILITY:
         return (
             f"8-bit products exist for {_of([FP8_CAPABILITY])} only, and the device has "
@@ -147,10 +147,10 @@ def grouped_obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
     """Return why a GPU has no grouped kernel for products of these sizes, or ``None``."""
-    if not has_cuda_kernels():
-        return "megacore was installed without CUDA kernels"
-    kernels, capability = cuda_kernels(), torch.cuda.get_device_capability(device)
-    missing = missing_grouped(kernels.grouped_gemm_archs(), kernels.compiled_archs(), capability)
+    build, capability = KernelBuild.here(), device_facts(device).capability
+    if not build.archs:
+        return WITHOUT_KERNELS
+    missing = missing_grouped(build.grouped, build.archs, capability) or kernel_obstacle(device)
     if missing is not None:
         return missing
     if num_experts > MAX_EXPERTS or num_experts == 0:

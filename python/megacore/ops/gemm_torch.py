@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.ops.cuda_module import device_facts
+
 MAX_EXPERTS = 1023  # of a launch
 
 
@@ -23,7 +25,7 @@ def has_grouped_mm(x: Tensor, num_experts: int, out_features: int, in_features: 
     return (
         hasattr(torch, "_grouped_mm")
         and x.dtype == torch.bfloat16
-        and (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] in (9, 10))
+        and (not x.is_cuda or device_facts(x.device).capability[0] in (9, 10))
         and 0 < num_experts <= MAX_EXPERTS
         and all(size > 0 and size % 8 == 0 for size in (out_features, in_features))
     )

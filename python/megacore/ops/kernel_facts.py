@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import DeviceFacts, KernelBuild
 from megacore.ops.fp8 import fp8_grouped_gemm, fp8_linear
 from megacore.ops.gemm_cuda import fp8_obstacle, missing_grouped
 
@@ -16,48 +16,9 @@ from megacore.ops.gemm_cuda import fp8_obstacle, missing_grouped
 _MOST_SHOWN = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelBuild:
-    """Architectures of the CUDA kernels of this installation; none of one without kernels.
-
-    Attributes:
-        archs: Of all kernels but grouped products, such as ``"90a"``.
-        grouped: Of grouped products.
-    """
-
-    archs: tuple[str, ...] = ()
-    grouped: tuple[str, ...] = ()
-
-    @classmethod
-    def here(cls) -> KernelBuild:
-        """Return those of this installation."""
-        if not has_cuda_kernels():
-            return cls()
-        module = cuda_kernels()
-        return cls(archs=tuple(module.compiled_archs()), grouped=tuple(module.grouped_gemm_archs()))
-
-    def arch_for(self, capability: tuple[int, int]) -> str | None:
-        """Return the architecture whose code a device runs; ``None`` without one.
-
-        Code of ``"80"`` runs on later minor versions, ``"100f"`` on those of its family, ``"90a"``
-        on 9.0 only.
-
-        Example:
-            >>> build = KernelBuild(archs=("80", "90a"))
-            >>> [build.arch_for(one) for one in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
-            ['80', '80', '90a', None, None]
-        """
-        for arch in self.archs:
-            major, minor = divmod(int(arch.rstrip("af")), 10)
-            is_newer = not arch.endswith("a") and minor < capability[1]
-            if major == capability[0] and (minor == capability[1] or is_newer):
-                return arch
-        return None
-
-
 def kernel_text(
     build: KernelBuild,
-    capability: tuple[int, int],
+    device: DeviceFacts,
     *,
     has_torch_grouped: bool,
     fp8: str | None = None,
@@ -66,26 +27,23 @@ def kernel_text(
 
     Args:
         build: Kernels of the installation.
-        capability: Compute capability of the device.
+        device: Capability and driver of the device.
         has_torch_grouped: Whether torch has grouped products for it.
         fp8: Description of 8-bit products; ``None`` if the run has none.
 
     Example:
-        >>> kernel_text(KernelBuild(archs=("90a",), grouped=("90a",)), (9, 0),
-        ...             has_torch_grouped=True, fp8="native")
+        >>> build = KernelBuild(archs=("90a",), grouped=("90a",), cuda=13000)
+        >>> h100 = DeviceFacts(capability=(9, 0), driver=13010)
+        >>> kernel_text(build, h100, has_torch_grouped=True, fp8="native")
         'sm_90a, grouped products native, fp8 native'
-        >>> kernel_text(KernelBuild(), (8, 0), has_torch_grouped=False)
+        >>> kernel_text(KernelBuild(), h100, has_torch_grouped=False)
         'none: megacore was installed without CUDA kernels, grouped products one per expert'
     """
-    arch = build.arch_for(capability)
-    if arch is not None:
-        parts = [f"sm_{arch}"]
-    elif build.archs:
-        names = ", ".join(f"sm_{name}" for name in build.archs)
-        parts = [f"none for sm_{capability[0]}{capability[1]}: this build has {names}"]
-    else:
-        parts = ["none: megacore was installed without CUDA kernels"]
-    native = missing_grouped(build.grouped, build.archs, capability) is None
+    reason = build.obstacle(device)
+    parts = [f"sm_{build.arch_for(device.capability)}" if reason is None else f"none: {reason}"]
+    native = (
+        reason is None and missing_grouped(build.grouped, build.archs, device.capability) is None
+    )
     grouped = "native" if native else "of torch" if has_torch_grouped else "one per expert"
     parts.append(f"grouped products {grouped}")
     if fp8 is not None:

@@ -19,7 +19,7 @@ from megacore import (
     _core,
     _ops,  # noqa: F401  registers its operations
 )
-from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import cuda_kernels, runs_kernels
 
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def define_compiled(
 
     def call_cuda(first: torch.Tensor, *args: Any) -> Any:
         if (
-            not has_cuda_kernels()
+            not runs_kernels(first.device)
             or first.dtype not in cuda_dtypes
             or not (fits is None or fits(first, *args))
             or not (cuda_fits is None or cuda_fits(first, *args))
@@ -260,7 +260,7 @@ def native(
 
     def call_cuda(first: torch.Tensor, *args: Any) -> Any:
         if (
-            not has_cuda_kernels()
+            not runs_kernels(first.device)
             or first.dtype not in cuda_dtypes
             or not (fits is None or fits(first, *args))
             or not (cuda_fits is None or cuda_fits(first, *args))

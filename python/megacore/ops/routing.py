@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
+from megacore.ops.cuda_module import cuda_kernels, runs_kernels
 from megacore.ops.register import define_compiled
 from megacore.ops.topk import top_k
 
@@ -191,7 +191,7 @@ def has_kernel(logits: Tensor, top_k: int, num_pools: int) -> bool:
         return False
     if not logits.is_cuda:
         return logits.is_cpu
-    return has_cuda_kernels() and _sizes_fit(logits.shape[1], top_k, num_pools)
+    return runs_kernels(logits.device) and _sizes_fit(logits.shape[1], top_k, num_pools)
 
 
 def _sizes_fit(num_experts: int, top_k: int, num_pools: int) -> bool:

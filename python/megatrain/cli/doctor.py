@@ -100,7 +100,21 @@ def _torch() -> dict[str, str]:
             facts[f"GPU {index}"] = (
                 f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, sm_{gpu.major}{gpu.minor}"
             )
+            facts[f"kernels of GPU {index}"] = _kernels(index)
     return facts
+
+
+def _kernels(index: int) -> str:
+    import torch
+
+    from megacore.ops.cuda_module import KernelBuild, device_facts
+    from megacore.ops.gemm_torch import has_grouped_mm
+    from megacore.ops.kernel_facts import kernel_text
+
+    device = torch.device("cuda", index)
+    probe = torch.empty(0, dtype=torch.bfloat16, device=device)
+    has_torch = has_grouped_mm(probe, 1, 8, 8)
+    return kernel_text(KernelBuild.here(), device_facts(device), has_torch_grouped=has_torch)
 
 
 def _machine() -> dict[str, str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megacore.ops.cuda_module import KernelBuild, device_facts
 from megacore.ops.gemm_torch import has_grouped_mm
-from megacore.ops.kernel_facts import Fp8Products, KernelBuild, kernel_text
+from megacore.ops.kernel_facts import Fp8Products, kernel_text
 from megatrain.train.trainer import Trainer
 
 
@@ -23,7 +24,7 @@ def kernel_environment(trainer: Trainer) -> dict[str, str]:
     probe = torch.empty(0, dtype=torch.bfloat16, device=device)
     found["kernels"] = kernel_text(
         KernelBuild.here(),
-        torch.cuda.get_device_capability(device),
+        device_facts(device),
         has_torch_grouped=has_grouped_mm(probe, 1, 8, 8),
         fp8=fp8,
     )

@@ -51,6 +51,15 @@ class Kernels:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
 
+    def compiled_archs(self) -> list[str]:
+        return ["90a"]
+
+    def grouped_gemm_archs(self) -> list[str]:
+        return ["90a"]
+
+    def runtime_version(self) -> int:
+        return 13000
+
     def __getattr__(self, name: str) -> Any:
         if name in self.constants:
             return 1 << 16
@@ -79,7 +88,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(Tensor, "data_ptr", lambda _: 4096)
-    with FakeTensorMode():
+    facts = cuda_module.DeviceFacts(capability=(9, 0))
+    with cuda_module.assume_device(facts), FakeTensorMode():
         yield stand_in
 
 
@@ -209,3 +219,14 @@ def test_other_dtypes_go_to_torch_operations(kernels: Kernels) -> None:
     COMPILED.clear()
     assert implementation(tokens, row_map, T * K, None).shape == (T * K, H)
     assert kernels.called == COMPILED == []
+
+
+def test_a_device_that_runs_no_kernel_takes_torch_operations(kernels: Kernels) -> None:
+    COMPILED.clear()
+    implementation, fake = IMPLEMENTATIONS["rms_norm"]
+    args = examples(on_gpu)["rms_norm"]
+    a100 = cuda_module.DeviceFacts(capability=(8, 0))
+    with cuda_module.assume_device(a100), pytest.warns(UserWarning, match="the device is sm_80"):
+        results = implementation(*args)
+    assert kernels.called == COMPILED == []
+    assert shapes(results) == shapes(fake(*args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,44 +10,57 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.ops import gemm_cuda
+from megacore.ops import cuda_module, gemm_cuda
+from megacore.ops.cuda_module import DeviceFacts, KernelBuild, assume_device, runs_kernels
 from megacore.ops.fp8 import fp8_linear
-from megacore.ops.kernel_facts import Fp8Products, KernelBuild, kernel_text
+from megacore.ops.kernel_facts import Fp8Products, kernel_text
 from megatrain.cli.doctor import _grouped_products
 
-H100 = KernelBuild(archs=("90a", "100a"), grouped=("90a", "100a"))
+BOTH = KernelBuild(archs=("90a", "100a"), grouped=("90a", "100a"), cuda=13000)
+DEVICES = {
+    "A100": (8, 0),
+    "L40S": (8, 9),
+    "RTX 4090": (8, 9),
+    "H100": (9, 0),
+    "B200": (10, 0),
+}
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set the capability and the build that the functions see; the caches are emptied."""
+    """Set the device and the build that the functions see; the caches are emptied."""
+    with ExitStack() as stack:
 
-    def become(capability: tuple[int, int], build: KernelBuild) -> torch.device:
-        module = SimpleNamespace(
-            compiled_archs=lambda: list(build.archs), grouped_gemm_archs=lambda: list(build.grouped)
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(gemm_cuda, "has_cuda_kernels", lambda: bool(build.archs))
-        monkeypatch.setattr(gemm_cuda, "cuda_kernels", lambda: module)
-        empty()
-        return torch.device("cuda", 0)
+        def become(
+            capability: tuple[int, int], build: KernelBuild, driver: int | None = None
+        ) -> torch.device:
+            module = SimpleNamespace(
+                compiled_archs=lambda: list(build.archs),
+                grouped_gemm_archs=lambda: list(build.grouped),
+                runtime_version=lambda: build.cuda,
+            )
+            monkeypatch.setattr(cuda_module, "_CUDA", module if build.archs else None)
+            stack.enter_context(assume_device(DeviceFacts(capability=capability, driver=driver)))
+            empty()
+            return torch.device("cuda", 0)
 
-    def empty() -> None:
-        gemm_cuda.grouped_obstacle.cache_clear()
-        gemm_cuda._fp8_obstacle.cache_clear()
-
-    yield become
+        yield become
     empty()
+
+
+def empty() -> None:
+    gemm_cuda.grouped_obstacle.cache_clear()
+    gemm_cuda._fp8_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("capability", "build", "reason"),
     [
-        ((9, 0), H100, None),
-        ((10, 0), H100, None),
+        ((9, 0), BOTH, None),
+        ((10, 0), BOTH, None),
         ((8, 0), KernelBuild(archs=("80",)), "exist for compute capability 9.0 and 10.0 only"),
         ((12, 0), KernelBuild(archs=("120a",)), "and the device has 12.0"),
-        ((8, 9), H100, "and the device has 8.9"),
+        ((8, 9), BOTH, "and the device has 8.9"),
         ((9, 0), KernelBuild(archs=("90a",)), "without CUTLASS's headers"),
         ((9, 0), KernelBuild(archs=("80",)), "kernels for sm_80, and the device is sm_90"),
         ((10, 0), KernelBuild(archs=("90a",), grouped=("90a",)), "for sm_90a, and the device is"),
@@ -69,23 +83,56 @@ def test_doctor_asks_for_headers_only_where_they_would_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "build", "expected"),
+    ("name", "build", "expected"),
     [
-        ((9, 0), H100, "sm_90a, grouped products native"),
-        ((8, 0), H100, "none for sm_80: this build has sm_90a, sm_100a, grouped products one per"),
-        ((8, 9), KernelBuild(archs=("80",)), "sm_80, grouped products one per expert"),
-        ((10, 3), H100, "none for sm_103"),
-        ((9, 0), KernelBuild(), "none: megacore was installed without CUDA kernels"),
+        ("H100", BOTH, "sm_90a, grouped products native"),
+        ("B200", BOTH, "sm_100a, grouped products native"),
+        (
+            "A100",
+            BOTH,
+            "none: this build has kernels for sm_90a and sm_100a, and the device is sm_80; "
+            "MEGACORE_CUDA_ARCHS=80 pip install . builds them, grouped products one per",
+        ),
+        (
+            "RTX 4090",
+            BOTH,
+            "none: this build has kernels for sm_90a and sm_100a, and the device is",
+        ),
+        ("L40S", KernelBuild(archs=("80",), cuda=13000), "sm_80, grouped products one per expert"),
+        ("H100", KernelBuild(), "none: megacore was installed without CUDA kernels"),
     ],
 )
-def test_the_line_names_what_runs(
-    capability: tuple[int, int], build: KernelBuild, expected: str
-) -> None:
-    line = kernel_text(build, capability, has_torch_grouped=False)
+def test_the_line_names_what_runs(name: str, build: KernelBuild, expected: str) -> None:
+    facts = DeviceFacts(capability=DEVICES[name], driver=13000)
+    line = kernel_text(build, facts, has_torch_grouped=False)
     assert line.startswith(expected)
-    assert "grouped products of torch" in kernel_text(
-        KernelBuild(), capability, has_torch_grouped=True
+    assert "grouped products of torch" in kernel_text(KernelBuild(), facts, has_torch_grouped=True)
+
+
+def test_a_driver_older_than_the_toolkit_runs_no_kernels() -> None:
+    old = DeviceFacts(capability=(9, 0), driver=12080)
+    assert BOTH.obstacle(old) == (
+        "the driver supports CUDA 12.8, and the kernels were built with 13.0; update it, or build "
+        "with an older toolkit"
     )
+    assert kernel_text(BOTH, old, has_torch_grouped=True).endswith("grouped products of torch")
+    assert BOTH.obstacle(DeviceFacts(capability=(9, 0), driver=13010)) is None
+    assert BOTH.obstacle(DeviceFacts(capability=(9, 0))) is None
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_operations_take_the_kernels_that_a_device_runs(device: Any, name: str) -> None:
+    runs = name in ("H100", "B200")
+    on = device(DEVICES[name], BOTH)
+    warns = nullcontext() if runs else pytest.warns(UserWarning, match="take torch's kernels: this")
+    with warns:
+        assert runs_kernels(on) == runs
+    assert runs_kernels(on) == runs  # told once
+    assert (gemm_cuda.grouped_obstacle(on, 8, 64, 64) is None) == runs
+
+
+def test_a_build_without_kernels_warns_of_nothing(device: Any) -> None:
+    assert not runs_kernels(device((9, 0), KernelBuild()))
 
 
 class Linear(nn.Module):
@@ -98,7 +145,7 @@ class Linear(nn.Module):
 
 
 def _products(device: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Fp8Products:
-    gpu = device((9, 0), H100)
+    gpu = device((9, 0), BOTH)
     monkeypatch.setattr(nn.Parameter, "device", property(lambda _: gpu))
     return Fp8Products.of([nn.ModuleList([Linear(64, 32), Linear(72, 32), nn.Linear(8, 8)])], dtype)
 

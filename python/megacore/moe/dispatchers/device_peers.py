@@ -27,7 +27,8 @@ from megacore.moe.dispatchers.peer_memory import (
     Slots,
     row_bytes_of,
 )
-from megacore.ops import cuda_kernels, has_cuda_kernels, peer_exchange
+from megacore.ops import cuda_kernels, peer_exchange
+from megacore.ops.cuda_module import kernel_obstacle
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
 
@@ -296,7 +297,7 @@ def symmetric_memory(
 def reason_against(group: Group, device: torch.device) -> str:
     """Find the reason why members cannot access each other's memory, or ``""``; collective."""
     host = zlib.crc32(socket.gethostname().encode())
-    everyone = _agreed(group, device, host, "" if has_cuda_kernels() else "built without kernels")
+    everyone = _agreed(group, device, host, kernel_obstacle(device) or "")
     if everyone:
         return everyone
     try:

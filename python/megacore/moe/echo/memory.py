@@ -27,7 +27,8 @@ from megacore._core import (
 from megacore.errors import PeerLostError
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.ops import cuda_kernels, has_cuda_kernels
+from megacore.ops import cuda_kernels
+from megacore.ops.cuda_module import runs_kernels
 from megacore.parallel.host.row_all_to_all import memory_at
 from megacore.parallel.host.shared_memory import HOST_DTYPES
 from megacore.parallel.process_groups import Group
@@ -371,7 +372,7 @@ def make_clone_memory(
                 return ()
             host.append(HostCloneMemory(group, num_slots, fc1, fc2, window, has_grads=index == 0))
         return tuple(host)
-    if fc1.device.type == "cuda" and has_cuda_kernels():
+    if fc1.device.type == "cuda" and runs_kernels(fc1.device):
         first = DeviceCloneMemory(group, num_slots, fc1, fc2)
         further = range(num_sets - 1)
         return first, *(
