@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "grouped_gemm.h"
+#include "gpu_operations.h"
 #include "kernels.h"
 #include "megacore/cuda/check.h"
 #include "megacore/cuda/dense.h"

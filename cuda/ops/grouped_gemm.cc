@@ -1,7 +1,7 @@
 #include "megacore/cuda/grouped_gemm.h"
 
 #include "device.h"
-#include "grouped_gemm.h"
+#include "gpu_operations.h"
 
 namespace megacore::ops {
 namespace {

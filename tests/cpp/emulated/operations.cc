@@ -1,7 +1,7 @@
 // Registers the operations of the CUDA module on emulated kernels, for CPU tensors, in a namespace of
 // its own.
 
-#include "grouped_gemm.h"
+#include "gpu_operations.h"
 #include "kernels.h"
 
 // Returns whether torch took them; their schemas come from the caller.
