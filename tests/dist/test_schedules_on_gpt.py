@@ -220,7 +220,7 @@ def test_other_transports_give_the_same() -> None:
     check(schedules, debug=True)
 
 
-def test_a_channel_per_direction_gives_the_same() -> None:
+def test_channels_of_two_give_the_same() -> None:
     names = ("gpipe", "zb_h1", "dualpipe")
     check([schedule for schedule in all_schedules(4) if schedule.name in names], channels=True)
 

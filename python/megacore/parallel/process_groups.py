@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
@@ -130,6 +131,8 @@ class ProcessGroups:
         expert_holders: The same for expert parameters: ``expert_dp``, or those of both positions.
         embedding: Ranks of this pipeline that hold the word embedding or a copy of it, mostly the
             first and the last; a group of one on other ranks, and without a pipeline.
+        pp_channels: Groups of two neighbours in the pipeline, one per direction, by the positions
+            of sender and receiver; none by default.
     """
 
     topology: Topology
@@ -147,7 +150,7 @@ class ProcessGroups:
     holders: Group
     expert_holders: Group
     embedding: Group
-    pp_channels: tuple[Group, Group] | None = None
+    pp_channels: Mapping[tuple[int, int], Group] | None = None
 
     @classmethod
     def create(
@@ -178,7 +181,7 @@ class ProcessGroups:
                 ``host_note``.
             host_slot_bytes: Chunk size of transfers. Each rank adds two such slots to the shared
                 memory of a group.
-            pp_channels: Create ``pp_channels``.
+            pp_channels: Create ``pp_channels``: on NCCL, the messages of a group share one queue.
             pp_ends: Positions in the pipeline that hold the embedding or a copy of it: those of the
                 first and of the last stage, ``(0, 0)`` for a V placement, which starts and ends on
                 the same rank; and that of layers for multi-token prediction.
@@ -220,11 +223,7 @@ class ProcessGroups:
         groups = _make_all(maker, topology, pp_ends=pp_ends, pp_copies=pp_copies)
         channels = None
         if pp_channels and topology.pp > 1:
-            pipelines = topology.dense.get_ranks("pp")
-            to_higher, to_lower = (
-                maker.make_another(f"pp {direction}", pipelines) for direction in ("up", "down")
-            )
-            channels = (to_higher, to_lower)
+            channels = _make_channels(maker, topology)
         return cls(topology=topology, rank=maker.rank, pp_channels=channels, **groups)
 
     @classmethod
@@ -259,14 +258,13 @@ class ProcessGroups:
 class _GroupMaker:
     """Creates torch groups for one rank, one per distinct rank list.
 
-    By default only the members of a group create it (``use_local_synchronization``) and rendezvous
-    through the store, so the cost does not grow with the world. Torch names such a group after its
-    ranks *and* the number of groups created by the process before. This number must therefore be
-    equal on all ranks, or members wait for each other under different names.
+    Without a bound device only the members of a group create it (``use_local_synchronization``) and
+    rendezvous through the store, so the cost does not grow with the world. Torch names such a group
+    after its ranks *and* the number of groups created by the process before. This number must
+    therefore be equal on all ranks, or members wait for each other under different names.
 
-    If the default group is bound to a device, torch splits its NCCL communicator for every new
-    group, and a split is a collective of the whole world: then all ranks call ``new_group`` for
-    every group.
+    If the default group is bound to a device, torch splits its communicator for every new group,
+    and a split is a collective of the whole world: then one split makes all groups of a partition.
     """
 
     def __init__(
@@ -281,26 +279,31 @@ class _GroupMaker:
         self.rank = dist.get_rank()
         self._timeout = timeout
         self._backend = backend
+        is_default = backend is None or backend == dist.get_backend()
         self._members_only = default.bound_device_id is None
+        self._splits = is_default and not self._members_only and _can_split(default)
         self._connector = connector
         self._ring = calls
         self._calls: dict[tuple[int, ...], GroupCalls] = {}
         self._paths: dict[tuple[int, ...], HostPath] = {}
         self._messages: dict[tuple[int, ...], GlooMessages] = {}
+        # Groups of this rank, and rank lists of all groups.
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
-        if backend is None or backend == dist.get_backend():
-            self._made[tuple(range(dist.get_world_size()))] = default
+        self._known: set[tuple[int, ...]] = set()
+        if is_default:
+            everyone = tuple(range(dist.get_world_size()))
+            self._made[everyone] = default
+            self._known.add(everyone)
 
     def make(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """Return this rank's group among disjoint rank lists; a group of one if it is in none."""
-        mine: tuple[int, ...] = (self.rank,)
-        for ranks in map(tuple, partition):
-            if self.rank in ranks:
-                mine = ranks
-            if len(ranks) > 1 and not (self._members_only and self.rank not in ranks):
-                self._make_once(name, ranks)
-        if self._members_only and mine == (self.rank,) and any(len(r) > 1 for r in partition):
-            self._make_once(name, mine)  # unused; keeps the number of groups equal on all ranks
+        lists = [tuple(ranks) for ranks in partition if len(ranks) > 1]
+        new = [ranks for ranks in lists if ranks not in self._known]
+        self._known.update(new)
+        mine = _list_of(self.rank, lists)
+        handle = self._new_groups(name, new)
+        if mine in new and handle is not None:
+            self._made[mine] = handle
         position = mine.index(self.rank)
         if len(mine) == 1:
             return Group(name, mine, position, None)
@@ -316,19 +319,32 @@ class _GroupMaker:
             self._messages_of(mine, position),
         )
 
-    def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """Return a new group for messages only, even if one with the same ranks exists.
-
-        Every rank must be in a rank list of more than one.
-        """
-        mine = next(tuple(ranks) for ranks in partition if self.rank in ranks)
-        for ranks in map(tuple, partition):
-            if ranks == mine or not self._members_only:
-                handle = self._new_group(name, ranks)
-                if ranks == mine:
-                    my_handle = handle
+    def make_another(self, name: str, partition: Sequence[Sequence[int]]) -> Group | None:
+        """Return a new group for messages only, even if one with the same ranks exists."""
+        lists = [tuple(ranks) for ranks in partition]
+        mine, handle = _list_of(self.rank, lists), self._new_groups(name, lists)
+        if len(mine) == 1:
+            return None
         calls = None if self._ring is None else self._ring.group(name, mine)
-        return Group(name, mine, mine.index(self.rank), my_handle, calls=calls)
+        return Group(name, mine, mine.index(self.rank), handle, calls=calls)
+
+    def _new_groups(self, name: str, lists: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
+        """Create a group for each of disjoint rank lists, and return that of this rank."""
+        if not lists:
+            return None
+        mine = _list_of(self.rank, lists)
+        if self._splits:
+            handle: ProcessGroup | None = dist.split_group(
+                split_ranks=[list(ranks) for ranks in lists],
+                timeout=self._timeout,
+                group_desc=f"megacore {name}",
+            )
+            return handle
+        if self._members_only:
+            # A rank in no list creates a group too: the number of groups is equal on all ranks.
+            return self._new_group(name, mine)
+        handles = {ranks: self._new_group(name, ranks) for ranks in lists}
+        return handles.get(mine)
 
     def _calls_of(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
         """Return the calls of a group; groups with equal rank lists share their order."""
@@ -356,11 +372,6 @@ class _GroupMaker:
             self._paths[ranks] = self._connector.connect(name, ranks, position)
         return self._paths[ranks]
 
-    def _make_once(self, name: str, ranks: tuple[int, ...]) -> None:
-        if ranks in self._made:
-            return
-        self._made[ranks] = self._new_group(name, ranks)
-
     def _new_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         handle: ProcessGroup = dist.new_group(
             list(ranks),
@@ -370,6 +381,39 @@ class _GroupMaker:
             group_desc=f"megacore {name}",
         )
         return handle
+
+
+def _list_of(rank: int, lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the rank list that has a rank, or the list of that rank alone."""
+    return next((ranks for ranks in lists if rank in ranks), (rank,))
+
+
+def _can_split(group: ProcessGroup) -> bool:
+    """Return whether torch splits the communicator of a group into several at once."""
+    if not torch.accelerator.is_available():
+        return False
+    backend = group._get_backend(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return bool(backend.supports_splitting)
+
+
+def _make_channels(maker: _GroupMaker, topology: Topology) -> dict[tuple[int, int], Group]:
+    """Create a group per pair of neighbours in a pipeline and direction, this rank's returned.
+
+    The pairs of a round are disjoint; an odd number of ranks needs three rounds.
+    """
+    size, pipelines = topology.pp, topology.dense.get_ranks("pp")
+    pairs = [(i, (i + 1) % size) for i in range(size if size > 2 else 1)]
+    rounds = [pairs[0 : size // 2 * 2 : 2], pairs[1 : size // 2 * 2 : 2], pairs[size // 2 * 2 :]]
+    mine = next(ranks for ranks in pipelines if maker.rank in ranks).index(maker.rank)
+    channels = {}
+    for disjoint in filter(None, rounds):
+        partition = [sorted((line[a], line[b])) for line in pipelines for a, b in disjoint]
+        pair = next((pair for pair in disjoint if mine in pair), None)
+        for low_to_high in (True, False):
+            group = maker.make_another(f"pp {'up' if low_to_high else 'down'}", partition)
+            if group is not None and pair is not None:
+                channels[pair if low_to_high else (pair[1], pair[0])] = group
+    return channels
 
 
 def _make_all(

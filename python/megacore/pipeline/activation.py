@@ -119,7 +119,8 @@ def receives_for(
         group: The pipeline's ranks.
         activation: Specification of the messages between stages.
         overlap: Whether transfers run beside compute. By default on all backends but NCCL, where
-            each direction needs a group of its own (``ProcessGroups.create(pp_channels=True)``).
+            each sender and receiver need a group of their own
+            (``ProcessGroups.create(pp_channels=True)``).
 
     Example:
         >>> from megacore.parallel import Group

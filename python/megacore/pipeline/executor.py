@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import nn
 
-from megacore._core import Program
+from megacore._core import ActionKind, Program
 from megacore.parallel.interleave import InterleavedPair
 from megacore.parallel.process_groups import Group
 from megacore.pipeline.activation import (
@@ -57,8 +57,9 @@ class PipelineExecutor:
         activation: Specification of the messages between stages; if stages differ, one entry per
             sending stage, for each stage but the last one.
         recorder: Records the start and end of every compute action and of every message wait.
-        channels: Groups of the same ranks for messages to higher and to lower positions. NCCL needs
-            them for a program with receives ahead. By default ``group`` for both.
+        channels: Groups of two for the messages of each sender and receiver, by their positions in
+            ``group`` (``ProcessGroups.create(pp_channels=True)``). NCCL needs them for a program
+            with receives ahead. By default ``group`` for all.
         check_messages: Send a header before every message, and raise an error for an unexpected
             message.
             Costs a small message each, and transfers no longer overlap with compute.
@@ -85,7 +86,7 @@ class PipelineExecutor:
         group: Group,
         activation: ActivationSpec | Mapping[int, ActivationSpec],
         recorder: ActionRecorder | None = None,
-        channels: tuple[Group, Group] | None = None,
+        channels: Mapping[tuple[int, int], Group] | None = None,
         check_messages: bool = False,
         overlap_pairs: bool = False,
         schedule: Schedule | None = None,
@@ -102,16 +103,11 @@ class PipelineExecutor:
         )
         if not program.is_in_order and channels is None and uses_nccl(group, activations.device):
             raise ValueError(
-                "NCCL runs all messages of two ranks in one queue, which can deadlock with "
+                "NCCL runs all messages of a group in one queue, which can deadlock with "
                 "receives posted ahead; use schedule.program(rank, receives='in_order'), or give "
-                "each direction a group of its own (channels)"
+                "each sender and receiver a group of their own (channels)"
             )
-        to_higher, to_lower = channels or (group, group)
-        if not to_higher.ranks == to_lower.ranks == group.ranks:
-            raise ValueError(
-                f"the channels have the ranks {to_higher.ranks} and {to_lower.ranks}, but group "
-                f"{group.name} has {group.ranks}"
-            )
+        _require_channels(program, group, channels)
         self._prepared = PreparedProgram(program)
         self._recorder = recorder
         self._clock = clock
@@ -119,8 +115,8 @@ class PipelineExecutor:
         if schedule is not None:
             require_same_schedule(schedule, group, device=activations.device)
         self._transport = Transport(
-            to_higher=to_higher,
-            to_lower=to_lower,
+            group=group,
+            channels=channels,
             activations=activations,
             mailbox=None if check_messages else open_mailbox(program, group, activations),
             debug=check_messages,
@@ -195,6 +191,26 @@ class PipelineExecutor:
             turns=self._turns,
             clock=self._clock,
         ).run()
+
+
+def _require_channels(
+    program: Program, group: Group, channels: Mapping[tuple[int, int], Group] | None
+) -> None:
+    """Raise `ValueError` unless each message of a program has a group of its two ranks."""
+    if channels is None:
+        return
+    receives = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+    for action, peer in zip(program.actions, program.peers, strict=True):
+        if peer < 0:
+            continue
+        pair = (peer, program.rank) if action.kind in receives else (program.rank, peer)
+        found = channels.get(pair)
+        if found is None or set(found.ranks) != {group.ranks[position] for position in pair}:
+            raise ValueError(
+                f"channels must have a group of ranks {group.ranks[pair[0]]} and "
+                f"{group.ranks[pair[1]]} for the messages from position {pair[0]} to {pair[1]}, "
+                f"got {None if found is None else found.ranks}"
+            )
 
 
 def _by_stage(program: Program, chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:

@@ -8,7 +8,7 @@ tensors through a mailbox in shared memory, all others through the backend of th
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,8 +32,8 @@ class Transport:
     """Process groups and specifications of the messages of a pipeline.
 
     Attributes:
-        to_higher: Group for messages to a rank of higher position.
-        to_lower: Group for messages to a rank of lower position; may be the same.
+        group: The pipeline's ranks; their messages, without ``channels``.
+        channels: Groups of two for the messages of each sender and receiver, by their positions.
         activations: Output specification of each stage.
         mailbox: Shared memory for all messages; ``None``: the groups' backend sends them.
         debug: Send a header before each message, and check it on receipt.
@@ -42,8 +42,8 @@ class Transport:
         ValueError: If a header cannot describe the messages.
     """
 
-    to_higher: Group
-    to_lower: Group
+    group: Group
+    channels: Mapping[tuple[int, int], Group] | None = None
     activations: StageActivations
     mailbox: Mailbox | None = None
     debug: bool = False
@@ -59,9 +59,12 @@ class Transport:
                     "check_messages out"
                 )
 
-    def group(self, *, sender: int, receiver: int) -> Group:
-        """Return the group in which one rank sends to another."""
-        return self.to_higher if sender < receiver else self.to_lower
+    def channel(self, *, sender: int, receiver: int) -> tuple[Group, int]:
+        """Return the group in which one rank sends to another, and the other end's position."""
+        if self.channels is None:
+            return self.group, receiver if sender == self.group.position else sender
+        pair = self.channels[sender, receiver]
+        return pair, 1 - pair.position
 
     def start_step(self) -> Messages:
         """Return the sends and receives of one step."""
@@ -158,7 +161,7 @@ class BackendMessages:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._position = transport.to_higher.position
+        self._position = transport.group.position
         self._waiting: dict[int, deque[tuple[list[Message], list[Tensor]]]] = defaultdict(deque)
         self._num_done: dict[int, int] = defaultdict(int)
         # In debug mode: messages whose header was not looked at yet, and how many were.
@@ -172,14 +175,14 @@ class BackendMessages:
         receiver = action.stage + (1 if forward else -1)
         spec = transport.activations.of_message(receiver, forward=forward)
         spec.require(message, "the message")
-        group = transport.group(sender=self._position, receiver=peer)
+        group, position = transport.channel(sender=self._position, receiver=peer)
         tensors = [message]
         if transport.debug:
             number = self._num_done[peer] + len(self._waiting[peer])
             tensors = [_header(receiver, action.microbatch, forward, number, spec), message]
         tags = _tags(receiver, forward=forward, debug=transport.debug)[-len(tensors) :]
         works = [
-            isend(tensor, group, to_position=peer, tag=tag)
+            isend(tensor, group, to_position=position, tag=tag)
             for tensor, tag in zip(tensors, tags, strict=True)
         ]
         waiting = self._waiting[peer]
@@ -193,7 +196,7 @@ class BackendMessages:
         forward = action.kind == ActionKind.RECV_FORWARD
         spec = transport.activations.of_message(action.stage, forward=forward)
         tensor, header = spec.empty(), None
-        group = transport.group(sender=peer, receiver=self._position)
+        group, position = transport.channel(sender=peer, receiver=self._position)
         tags = _tags(action.stage, forward=forward, debug=transport.debug)
         if transport.debug:
             # The message itself is received once its header is known to be right: a message of
@@ -202,7 +205,7 @@ class BackendMessages:
         work = irecv(
             tensor if header is None else header,
             group,
-            from_position=peer,
+            from_position=position,
             tag=tags[-1] if header is None else tags[0],
         )
         incoming = _Transfer(
@@ -256,9 +259,9 @@ class BackendMessages:
                 "run programs that do not belong together"
             )
         self._num_seen[peer] += 1
-        group = self._transport.group(sender=peer, receiver=self._position)
+        group, position = self._transport.channel(sender=peer, receiver=self._position)
         tag = _tags(stage, forward=forward, debug=True)[-1]
-        incoming.work = irecv(incoming.tensor, group, from_position=peer, tag=tag)
+        incoming.work = irecv(incoming.tensor, group, from_position=position, tag=tag)
         incoming.header = None
 
 
@@ -268,7 +271,7 @@ def _about_peer(transport: Transport, action: Action, peer: int) -> Iterator[Non
     try:
         yield
     except Exception as error:
-        rank = transport.to_higher.ranks[peer]
+        rank = transport.group.ranks[peer]
         receives = action.kind in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
         what = "waiting for" if receives else "in"
         direction = "from" if receives else "to"
@@ -310,27 +313,25 @@ def connect(transport: Transport, peers: set[int]) -> None:
         transport: The groups.
         peers: Positions that this rank exchanges messages with.
     """
-    mine = transport.to_higher.position
+    mine = transport.group.position
     for low, high in sorted((min(mine, peer), max(mine, peer)) for peer in peers):
         for sender, receiver in ((low, high), (high, low)):
             try:
                 _exchange_word(transport, sender, receiver)
             except Exception as error:
                 peer = sender + receiver - mine
-                group = transport.group(sender=sender, receiver=receiver)
-                error.add_note(
-                    f"while opening the channel to pipeline rank {peer} (rank {group.ranks[peer]})"
-                )
+                rank = transport.group.ranks[peer]
+                error.add_note(f"while opening the channel to pipeline rank {peer} (rank {rank})")
                 raise
 
 
 def _exchange_word(transport: Transport, sender: int, receiver: int) -> None:
-    group = transport.group(sender=sender, receiver=receiver)
+    group, position = transport.channel(sender=sender, receiver=receiver)
     word = torch.zeros(1, device=transport.activations.device)
-    if sender == transport.to_higher.position:
-        isend(word, group, to_position=receiver, tag=0).wait()
+    if sender == transport.group.position:
+        isend(word, group, to_position=position, tag=0).wait()
     else:
-        irecv(word, group, from_position=sender, tag=0).wait()
+        irecv(word, group, from_position=position, tag=0).wait()
 
 
 def _tags(receiver: int, *, forward: bool, debug: bool) -> tuple[int, ...]:

@@ -60,10 +60,10 @@ class PipelineConfig(Section):
         description="For `auto`: maximum number of stage activations per rank. "
         "Default: as many as it takes.",
     )
-    overlap_p2p: bool | None = Field(
-        default=None,
+    overlap_p2p: bool = Field(
+        default=True,
         description="Overlap messages between stages with compute, with receives posted in "
-        "advance. Only with gloo, where it is the default; refused with NCCL.",
+        "advance. With NCCL, each pair of neighbours and direction gets a communicator.",
     )
     overlap_moe: bool = Field(
         default=False,

@@ -112,12 +112,6 @@ def _check_options(problems: ConfigErrors, config: ResolvedConfig) -> None:
             f"{_names(lambda other: other.takes_group_size)}, but {schedule}; leave group_size out "
             "or change the schedule"
         )
-    if pipeline.overlap_p2p and config.run.backend == "nccl":
-        problems.add(
-            f"{problems.shown('pipeline.overlap_p2p')} posts receives in advance, which can end in "
-            "a deadlock on NCCL, where all messages of a rank and direction share one queue; leave "
-            "it out"
-        )
     is_searched = info is None and pipeline.schedule_file is None
     if not is_searched and pipeline.memory_limit is not None:
         problems.add(

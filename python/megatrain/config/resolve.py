@@ -63,7 +63,7 @@ def resolve(
         raise ConfigError("model.vocab_size must be set if no tokenizer is loaded, got none")
     config = _with_schedule(config)
     backend = config.run.backend
-    if backend is None and (config.graphs.mode != "off" or config.pipeline.overlap_p2p):
+    if backend is None and config.graphs.mode != "off":
         backend = default_backend(cuda)
     # No rule depends on the vocabulary: its rows are padded.
     fill = functools.partial(_fill, vocab_size=1, backend=backend or "gloo")
@@ -137,7 +137,6 @@ def _fill(
             config.pipeline,
             schedule=DEFAULT_SCHEDULE if config.pipeline.schedule_file is None else None,
             num_chunks=config.pipeline.chunks,
-            overlap_p2p=backend == "gloo",
         ).with_file(config.pipeline.file),
         "optimizer": _filling(
             resolved.ResolvedOptimizerConfig,

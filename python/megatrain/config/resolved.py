@@ -44,7 +44,6 @@ class ResolvedPipelineConfig(PipelineConfig):
 
     schedule: ScheduleName | None
     num_chunks: int
-    overlap_p2p: bool
 
 
 class ResolvedOptimizerConfig(OptimizerConfig):

@@ -190,6 +190,12 @@ def init_process_group(context: RankContext, options: LaunchOptions) -> None:
     """Initialize the default process group of ``context``'s world."""
     # Connect on first use, because most pairs of ranks never communicate.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if context.device.type == "cuda":
+        # Communicators of different groups run at the same time, where each waits for all of its
+        # ranks: NCCL then starts their work in the order in which it is queued (from 2.26 on).
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        # Messages of two ranks have a communicator of their own, or one order.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         context.backend,
         store=PrefixStore("group", context.store),

@@ -38,20 +38,10 @@ def test_every_derived_setting_is_filled() -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_messages_between_stages_overlap_unless_they_are_on_nccl(cuda: bool) -> None:
-    assert resolve(make(), 1, vocab_size=256, cuda=cuda).pipeline.overlap_p2p is not cuda
+def test_messages_between_stages_overlap(cuda: bool) -> None:
+    assert resolve(make(), 1, vocab_size=256, cuda=cuda).pipeline.overlap_p2p is True
     given = make(pipeline__overlap_p2p="false")
     assert resolve(given, 1, vocab_size=256, cuda=cuda).pipeline.overlap_p2p is False
-
-
-@pytest.mark.parametrize("backend", [None, "nccl"])
-def test_overlapped_messages_are_refused_on_nccl(backend: str | None) -> None:
-    chosen = {} if backend is None else {"run__backend": backend}
-    given = make(pipeline__overlap_p2p="true", **chosen)
-    with pytest.raises(ConfigError, match=r"overlap_p2p = True .* deadlock on NCCL"):
-        resolve(given, 1, vocab_size=256, cuda=True)
-    on_gloo = make(pipeline__overlap_p2p="true", run__backend="gloo")
-    assert resolve(on_gloo, 1, vocab_size=256, cuda=True).pipeline.overlap_p2p is True
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 192), (96, 256), (128, 384), (256, 704)])
