@@ -358,7 +358,7 @@ def demo_steps(_rank: int, world_size: int, rounds: int) -> dict[str, list[float
         layouts["ep 2"], layouts["ep 4"] = {"parallel.ep": 2}, {"parallel.ep": 4}
         layouts["ep 4, allgather"] = {"parallel.ep": 4, "moe.dispatcher": "allgather"}
         for way in ("collective", "peer"):
-            static = {"moe.dispatcher": "static", "debug.static_transport": way}
+            static = {"moe.dispatcher": "static", "moe.static_transport": way}
             layouts[f"ep 4, static {way}"] = {"parallel.ep": 4, **static}
     trainers = {
         name: build_trainer(

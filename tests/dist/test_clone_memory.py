@@ -89,9 +89,9 @@ def train_with(_rank: int, dispatcher: str) -> tuple[list[list[float]], list[str
         "train.microbatch_size": 1,
     }
     messages = (
-        {"debug.static_transport": "collective"}
+        {"moe.static_transport": "collective"}
         if dispatcher == "static"
-        else {"debug.host_memory": False}
+        else {"run.host_memory": False}
     )
     found, kinds = [], []
     for transport in ({}, messages):

@@ -48,8 +48,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {
             "graphs.mode": "partial",
-            "debug.graph_backend": "emulated",
-            "debug.graph_warmup_steps": 1,
+            "graphs.backend": "emulated",
+            "graphs.warmup_steps": 1,
         },
     ),
     "tp2 cp2": (4, {"parallel.tp": 2, "parallel.cp": 2}),

@@ -53,7 +53,7 @@ OVERLAPS = {
     "optimizer.overlap": "all",
     "optimizer.bucket_numel": 3000,
 }
-GRAPHS = {"debug.graph_warmup_steps": 1}
+GRAPHS = {"graphs.warmup_steps": 1}
 Changes = dict[str, Any]
 
 
@@ -195,7 +195,7 @@ def test_sharding_overlap_and_graphs_change_no_bit() -> None:
         {},
         {"optimizer.distributed": False},
         {**OVERLAPS, "debug.check_messages": True},
-        {"debug.average_in_collective": False},
+        {"optimizer.average_in_collective": False},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "partial", "graphs.scopes": ["attn", "mlp"]},
         {**OVERLAPS, **GRAPHS, "graphs.mode": "full_step"},
     ]

@@ -29,8 +29,8 @@ TIGHT = {
     "moe.over_budget": "drop",
 }
 EAGER: dict[str, Any] = {}
-FULL = {"graphs.mode": "full", "debug.graph_warmup_steps": 2}
-LAYERS = {"graphs.mode": "partial", "graphs.scopes": ["attn", "moe"], "debug.graph_warmup_steps": 2}
+FULL = {"graphs.mode": "full", "graphs.warmup_steps": 2}
+LAYERS = {"graphs.mode": "partial", "graphs.scopes": ["attn", "moe"], "graphs.warmup_steps": 2}
 CASES = {
     "slots for some": (STATIC, [FULL, LAYERS]),
     "slots for all": (ENOUGH, [FULL]),

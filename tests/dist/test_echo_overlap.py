@@ -37,8 +37,8 @@ INTERLEAVED = {
     "pipeline.num_chunks": 2,
     "optimizer.overlap": "grads",
 }
-PEERS = {"moe.dispatcher": "static", "debug.static_transport": "peer"}
-MESSAGES = {"moe.dispatcher": "static", "debug.static_transport": "collective"}
+PEERS = {"moe.dispatcher": "static", "moe.static_transport": "peer"}
+MESSAGES = {"moe.dispatcher": "static", "moe.static_transport": "collective"}
 OVERLAP = {"pipeline.overlap_moe": True}
 SPLIT = {"pipeline.overlap_moe": True, "pipeline.pairs": "split"}
 PARTS = {"train.recompute": "norm,activation,moe"}

@@ -78,7 +78,7 @@ STATIC = {**EXPERTS, "moe.dispatcher": "static", "moe.static_budget": 4.0}
 CHUNKS = {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}
 
 Changes = dict[str, Any]
-SOON: Changes = {"debug.graph_warmup_steps": 1}
+SOON: Changes = {"graphs.warmup_steps": 1}
 FULL: Changes = {"mode": "full"}
 WITH_STEP: Changes = {"mode": "full_step"}
 

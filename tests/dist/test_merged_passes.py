@@ -44,13 +44,13 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "static": {
         **INTERLEAVED,
         "moe.dispatcher": "static",
-        "debug.static_transport": "collective",
+        "moe.static_transport": "collective",
         "optimizer.overlap": "grads",
     },
     "peers": {
         **INTERLEAVED,
         "moe.dispatcher": "static",
-        "debug.static_transport": "peer",
+        "moe.static_transport": "peer",
         "train.recompute": "norm,activation,moe",
     },
     "recomputed": {

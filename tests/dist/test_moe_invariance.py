@@ -150,7 +150,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2 static, collective": (
         "softmax",
         2,
-        {**EP2, **STATIC, "debug.static_transport": "collective"},
+        {**EP2, **STATIC, "moe.static_transport": "collective"},
     ),
     "tp2": ("softmax", 2, TP2),
     "tp2 sp": ("softmax", 2, {**TP2, **SP}),
@@ -165,11 +165,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "sigmoid",
         2,
         {
-            **{**EP2, **STATIC, "debug.static_transport": "peer", "train.recompute": "full"},
+            **{**EP2, **STATIC, "moe.static_transport": "peer", "train.recompute": "full"},
             **{
                 "graphs.mode": "partial",
                 "graphs.scopes": ["attn", "mlp", "moe"],
-                "debug.graph_backend": "emulated",
+                "graphs.backend": "emulated",
             },
         },
     ),

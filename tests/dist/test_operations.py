@@ -84,7 +84,7 @@ def expected_rows(_rank: int, changes: dict[str, Any]) -> tuple[dict[str, set[in
 def test_products_of_a_static_layer_know_the_expected_rows(
     changes: dict[str, Any], transport: str
 ) -> None:
-    settings = {**STATIC, "debug.static_transport": transport, **changes}
+    settings = {**STATIC, "moe.static_transport": transport, **changes}
     for found, num_copies, num_places in run_ranks(2, expected_rows, settings):
         expected = -(-2 * num_copies // num_places)
         assert len(found) >= 3  # a product and both gradients

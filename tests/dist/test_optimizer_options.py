@@ -42,11 +42,11 @@ def train(
     "changes",
     [
         {"optimizer.num_instances": 2},
-        {"debug.average_in_collective": False},
+        {"optimizer.average_in_collective": False},
         {
             "parallel.cp": 2,
             "optimizer.num_instances": 4,
-            "debug.average_in_collective": False,
+            "optimizer.average_in_collective": False,
         },
     ],
 )
@@ -63,7 +63,7 @@ def test_other_orders_of_sums_give_the_same_losses(changes: dict[str, Any]) -> N
 
 
 def test_powers_of_two_may_be_divided_before_or_after_the_sum() -> None:
-    before = run_ranks(2, train, 2, 3, {"debug.average_in_collective": False})
+    before = run_ranks(2, train, 2, 3, {"optimizer.average_in_collective": False})
     assert before == run_ranks(2, train, 2, 3, {})
 
 
@@ -169,7 +169,7 @@ def test_gradients_in_the_format_of_the_parameters() -> None:
     results = run_ranks(2, train, 2, 5, narrow, timeout_s=120)
     overlapped = run_ranks(2, train, 2, 5, {**narrow, **OVERLAP}, timeout_s=120)
     over_gloo = run_ranks(
-        2, train, 2, 5, {**narrow, **OVERLAP, "debug.host_memory": False}, timeout_s=120
+        2, train, 2, 5, {**narrow, **OVERLAP, "run.host_memory": False}, timeout_s=120
     )
     assert results == overlapped == over_gloo
     assert results[0][0] == pytest.approx(plain[0], rel=2e-2)

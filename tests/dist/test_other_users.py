@@ -49,8 +49,6 @@ source = "{folder}/text.txt"
 [run]
 dir = "{folder}/{name}"
 plain = true
-
-[debug]
 host_memory = {host_memory}
 """
 

@@ -28,10 +28,10 @@ DUALPIPE = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "alltoall": {},
-    "static": {"moe.dispatcher": "static", "debug.static_transport": "collective"},
-    "peers": {"moe.dispatcher": "static", "debug.static_transport": "peer"},
+    "static": {"moe.dispatcher": "static", "moe.static_transport": "collective"},
+    "peers": {"moe.dispatcher": "static", "moe.static_transport": "peer"},
     "peers, recomputed": {
-        **{"moe.dispatcher": "static", "debug.static_transport": "peer"},
+        **{"moe.dispatcher": "static", "moe.static_transport": "peer"},
         **{"train.recompute": "full"},
     },
     "recomputed": {"train.recompute": "full", "optimizer.overlap": "grads"},

@@ -40,8 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "graphs.mode": "partial",
             "graphs.scopes": ["moe_router"],
-            "debug.graph_backend": "emulated",
-            "debug.graph_warmup_steps": 1,
+            "graphs.backend": "emulated",
+            "graphs.warmup_steps": 1,
         },
     ),
     "ep2 pp2, clones": (4, {"parallel.ep": 2, "parallel.pp": 2, "moe.echo.num_spare_slots": 1}),

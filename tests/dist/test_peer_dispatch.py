@@ -330,7 +330,7 @@ def without_memory(_rank: int) -> list[str]:
 
 def test_without_shared_memory_rows_take_collectives_or_the_wish_for_peers_is_refused() -> None:
     for (text,) in run_ranks(2, without_memory):
-        assert "debug.static_transport = peer needs ranks that reach each other's memory" in text
+        assert "moe.static_transport = peer needs ranks that reach each other's memory" in text
         assert "set it to auto or collective" in text
 
 
@@ -407,7 +407,7 @@ def with_small_files(rank: int) -> str:
 def test_too_little_memory_on_one_rank_is_told_by_all() -> None:
     for text in run_ranks(2, with_small_files):
         assert re.match(r"group etp_ep: not every rank has [\d,]+ bytes of shared memory", text)
-        assert "lower moe.static_budget, or set debug.static_transport = collective" in text
+        assert "lower moe.static_budget, or set moe.static_transport = collective" in text
 
 
 def in_bfloat16(rank: int) -> list[str]:

@@ -36,9 +36,8 @@ def make_trainer(graphs: dict[str, Any] | None = None, **changes: Any) -> Traine
             "eval_interval": 1,
             "eval_steps": 2,
         },
-        "graphs": graphs or {},
+        "graphs": {"warmup_steps": 1, **(graphs or {})},
         "optimizer": {"bucket_numel": 500},
-        "debug": {"graph_warmup_steps": 1},
     }
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}

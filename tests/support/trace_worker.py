@@ -28,7 +28,7 @@ def main(rank: int, world_size: int, folder: Path, *, overlap: bool, shared: boo
         {
             "optimizer.bucket_numel": 4000,
             "optimizer.overlap": "all" if overlap else "none",
-            "debug.host_memory": shared,
+            "run.host_memory": shared,
         },
     )
     trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))

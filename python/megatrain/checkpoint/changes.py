@@ -25,16 +25,19 @@ _COMPARED: Mapping[str, frozenset[str]] = {
             *("callbacks", "on_spike", "max_skipped_steps", "eval_steps"),
         }
     ),
-    "debug": frozenset({"router_fp32", "force_balanced", "replay_routing"}),
+    "debug": frozenset({"force_balanced", "replay_routing"}),
 }
 # In these sections, all others do: those named are used at the start of a fresh run only, or affect
 # speed and memory.
 _NOT_COMPARED: Mapping[str, frozenset[str]] = {
     "model": frozenset({"init_std"}),
-    "moe": frozenset(),
+    "moe": frozenset({"static_transport"}),
     "data": frozenset({"cache"}),
     "optimizer": frozenset(
-        {"overlap", "distributed", "num_instances", "bucket_numel", "loss_scale"}
+        {
+            *("overlap", "distributed", "num_instances", "loss_scale"),
+            *("bucket_numel", "pad_for_ring", "average_in_collective"),
+        }
     ),
 }
 # Those of [train] that a run has from its start to its end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,46 +47,10 @@ class DebugConfig(Section):
         description="Give all experts the same number of tokens, regardless of scores; for "
         "benchmarks.",
     )
-    router_fp32: bool = Field(
-        default=True,
-        description="Compute router logits in float32, regardless of `train.dtype`.",
-    )
-    static_transport: Literal["auto", "collective", "peer"] = Field(
-        default="auto",
-        description='Transport of rows with `moe.dispatcher = "static"`: equal-split all-to-alls '
-        "or direct writes to peer memory. Default: `peer` where all ranks of the group can access "
-        "each other's memory.",
-    )
-    graph_backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
-        default="auto",
-        description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
-        "device, and checks that a real graph would do the same; `transformer_engine` delegates "
-        "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
-    )
-    graph_warmup_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Steps without graphs, after a start or a resume, before the capture.",
-    )
-    pad_for_ring: bool = Field(
-        default=False,
-        description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
-        "rings of many ranks.",
-    )
-    average_in_collective: bool = Field(
-        default=True,
-        description="Average gradients by a division after the sum; `false` scales them before "
-        "the sum.",
-    )
     check_messages: bool = Field(
         default=False,
         description="Send a header before each message between stages, and stop with both names "
         "if a message is not the expected one. Slower.",
-    )
-    host_memory: bool = Field(
-        default=True,
-        description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
-        "memory.",
     )
 
     @property

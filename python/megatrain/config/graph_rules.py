@@ -42,12 +42,12 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
         config: Configuration with all derived settings.
         shown: Formats a setting, given by its key, with its value and place.
     """
-    graphs, backend = config.graphs, config.debug.graph_backend
+    graphs, backend = config.graphs, config.graphs.backend
     if graphs.mode == "off":
         return
     if backend in ("cuda", "transformer_engine") and config.run.backend == "gloo":
         yield (
-            f"{shown('debug.graph_backend')} needs a GPU, but {shown('run.backend')} computes on "
+            f"{shown('graphs.backend')} needs a GPU, but {shown('run.backend')} computes on "
             "the CPU; use emulated there"
         )
     for key in ("record_routing", "replay_routing"):
@@ -58,8 +58,8 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
             )
     if backend == "transformer_engine" and graphs.is_full:
         yield (
-            f"{shown('debug.graph_backend')} captures modules, and no whole steps as "
-            f'{shown("graphs.mode")} asks for; set debug.graph_backend = "cuda", or graphs.mode = '
+            f"{shown('graphs.backend')} captures modules, and no whole steps as "
+            f'{shown("graphs.mode")} asks for; set graphs.backend = "cuda", or graphs.mode = '
             '"partial"'
         )
     if config.data.document_mask and (graphs.is_full or "attn" in graph_scopes(config)):
@@ -76,12 +76,12 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
 
 
 def default_transport(config: Config) -> Literal["auto", "collective", "peer"]:
-    """Return ``debug.static_transport``, or ``"peer"`` for ``"auto"`` if graphs capture clones.
+    """Return ``moe.static_transport``, or ``"peer"`` for ``"auto"`` if graphs capture clones.
 
     Collectives send clones by a plan that the host reads, so a group whose members cannot reach
     each other's memory, for example on several hosts, must be an error before the first step.
     """
-    graphs, moe, transport = config.graphs, config.moe, config.debug.static_transport
+    graphs, moe, transport = config.graphs, config.moe, config.moe.static_transport
     captures_plans = graphs.is_full or "moe" in graph_scopes(config)
     is_open = transport == "auto" and moe.dispatcher == "static"
     if graphs.mode != "off" and captures_plans and is_open and config.has_clones:
@@ -96,7 +96,7 @@ def _layer_kinds(config: Config) -> set[str]:
 
 def _plans_on_device(config: Config) -> bool:
     """Return whether the host reads nothing of the clone plan."""
-    return config.moe.dispatcher == "static" and config.debug.static_transport != "collective"
+    return config.moe.dispatcher == "static" and config.moe.static_transport != "collective"
 
 
 def _clone_problems(config: Config, shown: Shown, where: str) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _clone_problems(config: Config, shown: Shown, where: str) -> Iterator[str]:
     if config.has_clones and not _plans_on_device(config):
         yield (
             f"{where} captures where tokens go, but {shown('moe.echo.num_spare_slots')} lets the "
-            'host send clones; set moe.dispatcher = "static" without debug.static_transport = '
+            'host send clones; set moe.dispatcher = "static" without moe.static_transport = '
             '"collective", capture attn, mlp, moe_router at most, or set num_spare_slots = 0'
         )
 

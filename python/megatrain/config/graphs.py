@@ -28,6 +28,17 @@ class GraphsConfig(Section):
         "`moe_router` and `moe_preprocess`, as far as the model has them; without `attn` if "
         "`data.document_mask` is on, without `moe_preprocess` if experts are cloned.",
     )
+    backend: Literal["auto", "cuda", "emulated", "transformer_engine"] = Field(
+        default="auto",
+        description="`cuda` for real graphs; `emulated` runs the captured code again, on any "
+        "device, and checks that a real graph would do the same; `transformer_engine` delegates "
+        "captures of parts to that package. `auto`: `cuda` or `emulated`, by the device.",
+    )
+    warmup_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Steps without graphs, after a start or a resume, before the capture.",
+    )
     on_failure: Literal["error", "recapture", "eager"] = Field(
         default="error",
         description="Reaction to a step that differs from the capture, for example in the shape of "

@@ -402,11 +402,11 @@ def _unknown_key(section: str, name: str) -> str:
         if close:
             return f"unknown section [{section}]; did you mean [{close[0]}]?"
         return f"unknown section [{section}]; the sections are {', '.join(classes)}"
+    if homes := setting_homes(name):
+        return f"unknown key {section}.{name}; did you mean {' or '.join(homes)}?"
     close = closest_matches(name, list(classes[section].by_key()), count=1)
     if close:
         return f"unknown key {section}.{name}; did you mean {section}.{close[0]}?"
-    if homes := setting_homes(name):
-        return f"unknown key {section}.{name}; did you mean {' or '.join(homes)}?"
     known = ", ".join(classes[section].by_key())
     return f"unknown key {section}.{name}; [{section}] has {known}"
 

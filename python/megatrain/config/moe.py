@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from megacore._core import DEFAULT_TOLERANCE
 from megacore.moe.options import EchoOptions, RouterOptions
 from megatrain.config.base import Section, check_pattern, letter_of_layer
-from megatrain.config.debug import DebugConfig
 
 if TYPE_CHECKING:
     from megacore.moe.dispatchers.capacity import Capacity
@@ -119,6 +118,11 @@ class MoEConfig(Section):
         description="`static`: give buffers exactly the rows of each expert's capacity, by "
         "`capacity_factor`, in place of `static_budget`, so that nothing can overflow.",
     )
+    static_transport: Literal["auto", "collective", "peer"] = Field(
+        default="auto",
+        description="`static`: transport of rows, equal-split all-to-alls or direct writes to peer "
+        "memory. Default: `peer` where all ranks of the group can access each other's memory.",
+    )
     over_budget: Literal["error", "drop", "rerun"] = Field(
         default="rerun",
         description="`static`: reaction to copies that exceed a buffer: end the run; drop and "
@@ -134,6 +138,10 @@ class MoEConfig(Section):
         default="probs",
         description="Copies that are kept under `capacity_factor`: those of the highest weight, "
         "or the first ones.",
+    )
+    router_fp32: bool = Field(
+        default=True,
+        description="Compute router logits in float32, regardless of `train.dtype`.",
     )
     score_function: Literal["softmax", "softmax_after_top_k", "sigmoid"] = Field(
         default="softmax",
@@ -218,8 +226,11 @@ class MoEConfig(Section):
         """Rows of a ``static`` buffer over the fair share; 1 if the capacity determines them."""
         return 1.0 if self.pad_to_capacity else self.static_budget
 
-    def router_options(self, debug: DebugConfig) -> RouterOptions:
+    def router_options(self, *, force_balanced: bool = False) -> RouterOptions:
         """Return the options of the routers.
+
+        Args:
+            force_balanced: ``debug.force_balanced``.
 
         Raises:
             ValueError: If ``top_k`` experts cannot be chosen.
@@ -237,8 +248,8 @@ class MoEConfig(Section):
             aux_loss_type=self.aux_loss_type,
             z_loss_coef=self.z_loss_coef,
             jitter=self.jitter,
-            force_balanced=debug.force_balanced,
-            fp32=debug.router_fp32,
+            force_balanced=force_balanced,
+            fp32=self.router_fp32,
         )
 
     def capacity(self) -> Capacity | None:
@@ -262,7 +273,7 @@ class MoEConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_experts > 0:
-            self.router_options(DebugConfig())  # raises if the choices are inconsistent
+            self.router_options()  # raises if the choices are inconsistent
         is_padded = self.pad_to_capacity
         if is_padded and (self.capacity_factor is None or self.dispatcher != "static"):
             raise ValueError(

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from megacore.buffers.options import BufferOptions
 from megacore.optim.options import OptimizerOptions, RateOptions
 from megatrain.config.base import Section
-from megatrain.config.debug import DebugConfig
 
 
 class OptimizerConfig(Section):
@@ -78,6 +77,16 @@ class OptimizerConfig(Section):
         ge=1,
         description="Elements per gradient bucket. Default: chosen from the data parallel size.",
     )
+    pad_for_ring: bool = Field(
+        default=False,
+        description="Pad gradient buckets to multiples of 2^16 elements, which can be faster in "
+        "rings of many ranks.",
+    )
+    average_in_collective: bool = Field(
+        default=True,
+        description="Average gradients by a division after the sum; `false` scales them before "
+        "the sum.",
+    )
     loss_scale: float = Field(
         default=65536.0,
         ge=1.0,
@@ -104,14 +113,14 @@ class OptimizerConfig(Section):
             loss_scale_interval=self.loss_scale_interval,
         )
 
-    def buffer_options(self, debug: DebugConfig) -> BufferOptions:
+    def buffer_options(self) -> BufferOptions:
         """Return the options of gradient buffers."""
         return BufferOptions(
             distributed=self.distributed,
             grad_dtype=self.grad_dtype,
             bucket_numel=self.bucket_numel,
-            pad_for_ring=debug.pad_for_ring,
-            average_in_collective=debug.average_in_collective,
+            pad_for_ring=self.pad_for_ring,
+            average_in_collective=self.average_in_collective,
         )
 
     def rate_options(self) -> RateOptions:

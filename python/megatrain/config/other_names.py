@@ -1,4 +1,4 @@
-"""Names and values that users of other projects know, and the settings that they mean here."""
+"""Names and values that users know from elsewhere, and the settings that they mean here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
-# Names that users of Megatron-LM, torchtitan and Hugging Face know, without their section.
+# Names that users of Megatron-LM, torchtitan, Hugging Face and megacore 0.2 know, without their
+# section.
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "context_parallel": "parallel.cp",
@@ -27,6 +28,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "expert_parallel_degree": "parallel.ep",
         "expert_tensor_parallel_size": "parallel.etp",
         "gradient_clipping": "optimizer.clip_grad",
+        "graph_backend": "graphs.backend",
+        "graph_warmup_steps": "graphs.warmup_steps",
         "intermediate_size": "model.ffn_hidden_size",
         "learning_rate": "optimizer.lr",
         "local_batch_size": "train.microbatch_size",

@@ -130,7 +130,9 @@ def _fill(
             ffn_hidden_size=ffn_hidden_size,
             vocab_size=vocab_size,
         ),
-        "moe": _filling(resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size),
+        "moe": _filling(
+            resolved.ResolvedMoEConfig, config.moe, ffn_hidden_size=ffn_hidden_size
+        ).model_copy(update={"static_transport": default_transport(config)}),
         "parallel": _filling(resolved.ResolvedParallelConfig, parallel, etp=parallel.tp),
         "pipeline": _filling(
             resolved.ResolvedPipelineConfig,
@@ -149,10 +151,8 @@ def _fill(
         ),
         "run": _filling(resolved.ResolvedRunConfig, run, nproc=world_size, backend=backend),
         "debug": _filling(
-            resolved.ResolvedDebugConfig,
-            config.debug,
-            trace_step=max(1, steps // 2),
-        ).model_copy(update={"static_transport": default_transport(config)}),
+            resolved.ResolvedDebugConfig, config.debug, trace_step=max(1, steps // 2)
+        ),
     }
     derived = (
         f"{name}.{key}"
@@ -244,9 +244,9 @@ def _check_graphs(problems: ConfigErrors, config: ResolvedConfig) -> None:
 
 
 def _check_transport(problems: ConfigErrors, config: ResolvedConfig) -> None:
-    if config.debug.static_transport != "auto" and config.moe.dispatcher != "static":
+    if config.moe.static_transport != "auto" and config.moe.dispatcher != "static":
         problems.add(
-            f'{problems.shown("debug.static_transport")} is for moe.dispatcher = "static", but '
+            f'{problems.shown("moe.static_transport")} is for moe.dispatcher = "static", but '
             f"{problems.shown('moe.dispatcher')}; set that, or leave static_transport out"
         )
 

@@ -42,6 +42,11 @@ class RunConfig(Section):
         default=None,
         description="Communication library. Default: `nccl` with a GPU, else `gloo`.",
     )
+    host_memory: bool = Field(
+        default=True,
+        description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
+        "memory.",
+    )
     stop_after: str | None = Field(
         default=None,
         description="Time span after which the run stops early: it finishes its step, saves, and "

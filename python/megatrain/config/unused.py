@@ -65,7 +65,7 @@ def _has_windows(config: ResolvedConfig) -> bool:
 
 _OF_EXPERTS = (
     *("moe.*", "debug.load_interval", "debug.record_routing", "debug.replay_routing"),
-    *("debug.force_balanced", "debug.router_fp32", "moe.drop_by"),
+    "debug.force_balanced",
 )
 _OF_SCALING = "model.rope_scaling"
 
@@ -161,7 +161,7 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.moe.capacity_factor is None and _has_experts(config),
     ),
     UnusedRule(
-        keys=("debug.router_fp32", "optimizer.grad_dtype"),
+        keys=("moe.router_fp32", "optimizer.grad_dtype"),
         reason="train.dtype",
         holds=lambda config: config.train.dtype == "float32",
     ),
@@ -171,15 +171,15 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.train.dtype != "float16",
     ),
     UnusedRule(
-        keys=("graphs.on_failure", "debug.graph_backend", "debug.graph_warmup_steps"),
+        keys=("graphs.on_failure", "graphs.backend", "graphs.warmup_steps"),
         reason="graphs.mode",
         holds=lambda config: config.graphs.mode == "off",
     ),
     UnusedRule(
         keys=("graphs.mode",),
-        reason="debug.graph_warmup_steps",
+        reason="graphs.warmup_steps",
         holds=lambda config: (
-            config.graphs.mode != "off" and config.train.steps <= config.debug.graph_warmup_steps
+            config.graphs.mode != "off" and config.train.steps <= config.graphs.warmup_steps
         ),
     ),
     UnusedRule(

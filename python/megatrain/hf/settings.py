@@ -28,10 +28,13 @@ _TRAINING_ONLY = frozenset(
         "moe.layer_pattern",  # compared as the layers with experts
         "moe.dispatcher",
         "moe.static_budget",
+        "moe.static_transport",
         "moe.pad_to_capacity",
         "moe.expert_bias_rate",
         "moe.over_budget",
         "moe.capacity_factor",
+        "moe.drop_by",
+        "moe.router_fp32",
         "moe.aux_loss_coef",
         "moe.aux_loss_type",
         "moe.z_loss_coef",

@@ -76,7 +76,7 @@ def build_stages(
         "slots": SlotBuffers(config.moe.echo.num_spare_slots, config.num_slot_sets),
         "recompute": config.train.recomputed,
         "fp8": config.train.fp8 == "blockwise",
-        "debug": config.debug,
+        "force_balanced": config.debug.force_balanced,
     }
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):

@@ -66,7 +66,8 @@ class GPTChunk(Stage):
         recompute: Activations to recompute in the backward pass: ``{"layer"}``, each layer from its
             input, or parts of it as in ``train.recompute``. Default: none.
         fp8: Whether the products of linear layers and experts have 8-bit operands. Default: not.
-        debug: A ``[debug]`` section. Default: its defaults.
+        force_balanced: Give all experts the same number of tokens, regardless of scores. Default:
+            not.
         initialize: Draw initial weights, the default; else matrices must be filled before use.
 
     Raises:

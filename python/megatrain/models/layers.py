@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -25,7 +25,7 @@ from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.config import DebugConfig, ModelConfig, MoEConfig
+from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
 from megatrain.models.init import ParamFactory
 from megatrain.models.mappings import Region, copy_to_group, reduce_from_group
@@ -51,7 +51,7 @@ class ModelContext:
         recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
             as in ``train.recompute``.
         fp8: Whether the products of linear layers and experts have 8-bit operands.
-        debug: The ``[debug]`` section.
+        force_balanced: Give all experts the same number of tokens, regardless of scores.
     """
 
     config: ModelConfig
@@ -65,7 +65,7 @@ class ModelContext:
     peers: Peers | None = None
     recompute: frozenset[str] = frozenset()
     fp8: bool = False
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    force_balanced: bool = False
 
     @property
     def infos(self) -> GPTInfos:

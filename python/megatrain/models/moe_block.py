@@ -56,7 +56,7 @@ class MoEBlock(nn.Module):
         infos = context.infos.moe_block(name)
         bias = infos.get(f"{name}.router_bias")
         router = TopKRouter(
-            moe.router_options(context.debug),
+            moe.router_options(force_balanced=context.force_balanced),
             context.params.normal(infos[f"{name}.router"], std=context.config.init_std),
             bias=None if bias is None else context.params.zeros(bias),
             groups=RouterGroups(
@@ -165,7 +165,7 @@ def peers_of(
     """Return the peer memory of a model's ``static`` dispatcher, or ``None``.
 
     Raises:
-        ConfigError: If ``debug.static_transport`` requires peer memory but there is none.
+        ConfigError: If ``moe.static_transport`` requires peer memory but there is none.
 
     Sync:
         Collective on CUDA.

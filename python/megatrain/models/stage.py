@@ -13,7 +13,7 @@ from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.layer import MoELayer
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.config import DebugConfig, ModelConfig, MoEConfig
+from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.init import ParamFactory
 from megatrain.models.layers import ModelContext
 from megatrain.models.mappings import Region
@@ -33,7 +33,7 @@ class ContextOptions(TypedDict, total=False):
     peers: Peers | None
     recompute: frozenset[str]
     fp8: bool
-    debug: DebugConfig | None
+    force_balanced: bool
     initialize: bool
 
 
@@ -51,12 +51,11 @@ def make_context(
     peers: Peers | None = None,
     recompute: frozenset[str] = frozenset(),
     fp8: bool = False,
-    debug: DebugConfig | None = None,
+    force_balanced: bool = False,
     initialize: bool = True,
 ) -> ModelContext:
     """Make the construction context of one stage; for the arguments see `GPTChunk`."""
     shape, device = GPTShape.from_config(config), torch.device(device)
-    debug = DebugConfig() if debug is None else debug
     if peers is None:
         peers = peers_of(
             moe,
@@ -64,7 +63,7 @@ def make_context(
             hidden=shape.hidden,
             dtype=dtype,
             device=device,
-            transport=debug.static_transport,
+            transport=moe.static_transport,
         )
     params = ParamFactory(
         seed=seed,
@@ -92,7 +91,7 @@ def make_context(
         peers=peers,
         recompute=recompute,
         fp8=fp8,
-        debug=debug,
+        force_balanced=force_balanced,
     )
 
 

@@ -226,7 +226,7 @@ def _passes_seconds(device: torch.device, config: ResolvedConfig, least: float) 
         has_head=True,
         groups=ProcessGroups.single(),
         moe=config.moe,
-        debug=config.debug,
+        force_balanced=config.debug.force_balanced,
         dtype=torch_dtype(config.train.dtype),
         device=device,
     )

@@ -67,7 +67,7 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
                 shared=[infos[position].shared is not None for position in positions],
                 param_alignment=64,
                 bucket_alignment=None,
-                pad_for_ring=config.debug.pad_for_ring,
+                pad_for_ring=config.optimizer.pad_for_ring,
             ),
         )
         for (expert, _), positions in by_kind.items()

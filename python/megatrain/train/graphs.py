@@ -76,7 +76,6 @@ class StepGraphs:
     ) -> None:
         self._config = config
         self._settings = config.graphs
-        self._debug = config.debug
         self._eager = eager
         self._chunks = [chunk for chunk in eager.chunks if isinstance(chunk, GPTChunk)]
         self._optimizer = eager.optimizer
@@ -120,7 +119,7 @@ class StepGraphs:
         """
         self.keys.set_step(step)
         self._num_steps += 1
-        if self._gave_up or self._num_steps <= self._debug.graph_warmup_steps:
+        if self._gave_up or self._num_steps <= self._settings.warmup_steps:
             return
         signature = self._signature(batches[0])
         if self._captured is not None:
@@ -368,7 +367,7 @@ class StepGraphs:
                 part.layer.captured = part
 
     def _backend(self) -> GraphBackend:
-        name = self._debug.graph_backend
+        name = self._settings.backend
         if name == "emulated":
             return EmulatedBackend()
         if name == TransformerEngineBackend.name:

@@ -280,12 +280,12 @@ def build_trainer(
         groups,
         config.optimizer.sharded_instances,
         timeout_s=config.run.timeout_s,
-        host_memory=config.debug.host_memory,
+        host_memory=config.run.host_memory,
     )
     buffers = make_buffers(
         params,
         groups=groups,
-        options=config.optimizer.buffer_options(config.debug),
+        options=config.optimizer.buffer_options(),
         instances=instances,
     )
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
@@ -435,7 +435,7 @@ def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None
     return ProcessGroups.create(
         make_topology(config, world_size),
         timeout_s=config.run.timeout_s,
-        host_memory=config.debug.host_memory,
+        host_memory=config.run.host_memory,
         pp_channels=config.pipeline.overlap_p2p and config.run.backend == "nccl",
         pp_ends=embedding_ranks(config),
         pp_copies=config.pipeline.copies,

@@ -177,9 +177,7 @@ def test_planned_bytes_are_those_of_the_real_buffers(config: Path, dtype: str, t
     groups = ProcessGroups.single()
     chunks = build_chunks(resolved, groups)
     params = [param for chunk in chunks for param in chunk.param_infos()]
-    [buffer] = make_buffers(
-        params, groups=groups, options=resolved.optimizer.buffer_options(resolved.debug)
-    )
+    [buffer] = make_buffers(params, groups=groups, options=resolved.optimizer.buffer_options())
     [rank] = plan_run(resolved, 1).ranks
     assert rank.param_bytes == buffer.param_data.nbytes
     assert rank.grad_bytes == buffer.grad_data.nbytes

@@ -359,3 +359,22 @@ def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in known}
     text = message_of(write(tmp_path, "[parallel]\ntensor_model_parallel_size = 2\n"))
     assert text.endswith("did you mean parallel.tp?")
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("debug.host_memory", "run.host_memory"),
+        ("debug.loss_scale", "optimizer.loss_scale"),
+        ("debug.pad_for_ring", "optimizer.pad_for_ring"),
+        ("debug.router_fp32", "moe.router_fp32"),
+        ("debug.graph_backend", "graphs.backend"),
+        ("debug.graph_warmup_steps", "graphs.warmup_steps"),
+        ("train.step", "train.steps"),
+        ("train.vocab_size", "model.vocab_size"),
+    ],
+)
+def test_a_setting_in_another_section_is_named(tmp_path: Path, before: str, now: str) -> None:
+    section, _, name = before.partition(".")
+    text = message_of(write(tmp_path, f"[{section}]\n{name} = 1\n"))
+    assert text.endswith(f":2: unknown key {before}; did you mean {now}?")

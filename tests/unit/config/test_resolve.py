@@ -517,7 +517,7 @@ def test_graphs_and_clones_that_do_not_go_together() -> None:
     by_collectives = clones | {
         "graphs__mode": "partial",
         "graphs__scopes": "attn,moe",
-        "debug__static_transport": "collective",
+        "moe__static_transport": "collective",
     }
     assert "lets the host send clones" in message_of(make(**by_collectives), 2)
     parts = clones | {"graphs__mode": "partial", "graphs__scopes": "moe_router,moe_preprocess"}
@@ -544,7 +544,7 @@ def test_partial_graphs_capture_all_that_needs_no_host() -> None:
 def test_graphs_of_clone_plans_need_peer_memory() -> None:
     clones = {**CAPTURED, "moe__echo__num_spare_slots": "1", "parallel__ep": "2"}
     captured = resolve(make(**clones), 2, vocab_size=256, cuda=True)
-    assert captured.debug.static_transport == "peer"
-    assert "debug.static_transport" in captured.derived
+    assert captured.moe.static_transport == "peer"
+    assert "moe.static_transport" in captured.derived
     eager = resolve(make(**{**clones, "graphs__mode": "off"}), 2, vocab_size=256, cuda=True)
-    assert eager.debug.static_transport == "auto"
+    assert eager.moe.static_transport == "auto"

@@ -362,8 +362,7 @@ def test_a_configuration_may_name_it_for_parts_on_a_gpu() -> None:
     def settle(**graphs: Any) -> Config:
         sections = {
             "model": {"num_layers": 2},
-            "graphs": graphs,
-            "debug": {"graph_backend": "transformer_engine"},
+            "graphs": {"backend": "transformer_engine", **graphs},
         }
         return resolve(Config(**sections), 1, vocab_size=256, cuda=False)
 

@@ -396,7 +396,7 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
             {"train": {"recompute": "full"}},
             "runs whole layers again",
         ),
-        (PARTIAL, {"debug": {"graph_backend": "cuda"}}, "needs a GPU"),
+        ({**PARTIAL, "backend": "cuda"}, {}, "needs a GPU"),
         (
             {"mode": "partial", "scopes": ["attn"]},
             {"data": {"document_mask": True}},

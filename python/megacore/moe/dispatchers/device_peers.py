@@ -235,7 +235,7 @@ class DevicePeers(Peers):
             raise RuntimeError(
                 f"group {self.group.name}: memory for {capacity:,} rows of peers cannot be made "
                 "while a graph is captured; run the same shapes once before "
-                "(debug.graph_warmup_steps)"
+                "(graphs.warmup_steps)"
             )
         allocated = self._allocate(peer_flags_bytes(self.group.size) + layout.bytes)
         # All members have finished their kernels when the allocation returns.
@@ -267,7 +267,7 @@ class SymmetricPeers(DevicePeers):
         except (RuntimeError, ImportError) as error:
             raise MegacoreError(
                 f"group {self.group.name}: no {num_bytes:,} bytes of memory that peers reach "
-                f"({error}); lower moe.static_budget, or set debug.static_transport = collective"
+                f"({error}); lower moe.static_budget, or set moe.static_transport = collective"
             ) from error
 
 

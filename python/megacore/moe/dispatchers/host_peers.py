@@ -205,7 +205,7 @@ class HostPeers(Peers):
             raise MegacoreError(
                 f"group {self.group.name}: not every rank has {layout.bytes:,} bytes of shared "
                 "memory for rows of peers; lower moe.static_budget, or set "
-                "debug.static_transport = collective"
+                "moe.static_transport = collective"
             )
         self._memory = _HostMemory(PeerExchange(window, layout), layout)
         return self._memory

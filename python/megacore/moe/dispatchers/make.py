@@ -72,7 +72,7 @@ def make_peers(
     Args:
         group: The ranks that hold all experts once.
         device: Device of the rows.
-        transport: ``debug.static_transport``.
+        transport: ``moe.static_transport``.
         row_bytes: Size of a row.
 
     Returns:

@@ -216,7 +216,7 @@ class Slots:
         if not self._free:
             raise RuntimeError(
                 f"more than {PEER_SLOTS} exchanges of rows are under way in one group; finish one "
-                "first, or set debug.static_transport = collective"
+                "first, or set moe.static_transport = collective"
             )
         return self._free.pop(0)
 
@@ -280,7 +280,7 @@ class PendingPull(PendingTransfer):
 def no_peers(note: str) -> str:
     """Error message for a group without access to peer memory."""
     return (
-        "debug.static_transport = peer needs ranks that reach each other's memory, but here is "
+        "moe.static_transport = peer needs ranks that reach each other's memory, but here is "
         f"{note}; set it to auto or collective, and capture no clones (graphs.mode)"
     )
 
