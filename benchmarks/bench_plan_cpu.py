@@ -60,15 +60,15 @@ def _pipeline(schedule: str, pp: int = 2, **more: Any) -> dict[str, Any]:
 
 
 def _recompute(modules: str) -> dict[str, Any]:
-    return {"train": {"recompute": modules}}
+    return {"train": {"recompute": [modules]}}
 
 
 # Ranks, and changes of the sections above.
 LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "bfloat16": (1, {"train": {"dtype": "bfloat16"}}),
-    "recompute full": (1, {"train": {"recompute": "full"}}),
-    "recompute default": (1, {"train": {"recompute": "selective"}}),
+    "recompute full": (1, {"train": {"recompute": ["full"]}}),
+    "recompute default": (1, {"train": {"recompute": ["selective"]}}),
     "recompute norm": (1, _recompute("norm")),
     "recompute mlp": (1, _recompute("mlp")),
     "microbatch 4": (1, {"train": {"microbatch_size": 4}}),

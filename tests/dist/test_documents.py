@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Model, ranks, layout.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp": (2, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
-    "cp2, recomputed": (2, {"parallel.cp": 2, "train.recompute": "full"}),
+    "cp2, recomputed": (2, {"parallel.cp": 2, "train.recompute": ["full"]}),
     "pp2, weight gradients apart": (2, {**PP2, "pipeline.schedule": "zb_v"}),
     "ep2": (2, {"parallel.ep": 2}),
     "graphs of experts": (

@@ -119,7 +119,7 @@ LAYOUTS: dict[str, tuple[Changes, int, Changes]] = {
     "pp4, three users of the embedding": (
         TWO_MORE_TOKENS,
         4,
-        {**PP4, "pipeline.layout": "Ett|t|tmm|L", "train.recompute": "full"},
+        {**PP4, "pipeline.layout": "Ett|t|tmm|L", "train.recompute": ["full"]},
     ),
     "pp2 ep2, experts": (
         EXPERTS,

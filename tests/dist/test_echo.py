@@ -167,10 +167,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             **OVERLAP,
             "train.microbatch_size": 1,
         },
-        "ep2, whole layers recomputed": {**EP2, "train.recompute": "full"},
+        "ep2, whole layers recomputed": {**EP2, "train.recompute": ["full"]},
         "ep2, experts recomputed": {
             **EP2,
-            "train.recompute": "moe,norm",
+            "train.recompute": ["moe", "norm"],
             "moe.dispatcher": "static",
         },
     },

@@ -41,7 +41,7 @@ PEERS = {"moe.dispatcher": "static", "moe.static_transport": "peer"}
 MESSAGES = {"moe.dispatcher": "static", "moe.static_transport": "collective"}
 OVERLAP = {"pipeline.overlap_moe": True}
 SPLIT = {"pipeline.overlap_moe": True, "pipeline.pairs": "split"}
-PARTS = {"train.recompute": "norm,activation,moe"}
+PARTS = {"train.recompute": ["norm", "activation", "moe"]}
 # By number of ranks: a run, and the ways to overlap it.
 CASES: dict[int, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = {
     2: {
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = {
     4: {
         "1f1b": (PP2, [OVERLAP, SPLIT]),
         "interleaved": (INTERLEAVED, [SPLIT]),
-        "interleaved, recomputed": ({**INTERLEAVED, "train.recompute": "full"}, [OVERLAP]),
+        "interleaved, recomputed": ({**INTERLEAVED, "train.recompute": ["full"]}, [OVERLAP]),
         "interleaved, peers": ({**INTERLEAVED, **PEERS}, [SPLIT]),
         "V": (
             {

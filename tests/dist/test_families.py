@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "etp2": {"parallel": {"tp": 2, "etp": 2, "sequence_parallel": True}},
     "tp2 cp2 sequence parallel, recomputed": {
         "parallel": {"tp": 2, "cp": 2, "sequence_parallel": True},
-        "train": {"recompute": "selective"},
+        "train": {"recompute": ["selective"]},
     },
 }
 CASES = {

@@ -28,7 +28,7 @@ def test_schedules_and_recomputation_change_no_bit() -> None:
     plain = run_ranks(2, _train, 2, pp2, timeout_s=120)[0]
     for changes in (
         {"pipeline.schedule": "zb_h1"},
-        {"train.recompute": "full"},
+        {"train.recompute": ["full"]},
         {"optimizer.distributed": False},
     ):
         assert run_ranks(2, _train, 2, pp2 | changes, timeout_s=120)[0] == plain

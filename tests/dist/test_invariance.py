@@ -96,7 +96,7 @@ LAYOUTS = {
             "parallel.cp": 2,
             "parallel.cp_comm": "a2a",
             "parallel.pp": 2,
-            "train.recompute": "full",
+            "train.recompute": ["full"],
         },
     ),
     "cp4 ring": (4, {"parallel.cp": 4, "parallel.cp_comm": "ring"}),
@@ -107,7 +107,7 @@ LAYOUTS = {
             "parallel.cp_comm": "ring",
             "parallel.tp": 2,
             "parallel.sequence_parallel": True,
-            "train.recompute": "full",
+            "train.recompute": ["full"],
         },
     ),
     "cp2 ring pp2 zb_v": (
@@ -238,7 +238,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model.mla.nope_head_dim": 6,
         "model.mla.rope_head_dim": 4,
         "model.mla.v_head_dim": 6,
-        "train.recompute": "selective",
+        "train.recompute": ["selective"],
     },
 }
 ARCHITECTURE_LAYOUTS = (

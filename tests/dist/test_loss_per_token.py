@@ -94,7 +94,7 @@ def test_router_losses_count_a_sample_as_often_as_its_tokens_do() -> None:
     assert_close(train_experts(0, 1, [small])[0], single)
     layouts: list[dict[str, Any]] = [
         {**HEAVY},
-        {**HEAVY, "parallel.ep": 2, "train.recompute": "full"},
+        {**HEAVY, "parallel.ep": 2, "train.recompute": ["full"]},
         {**HEAVY, "parallel.pp": 2},
         {**HEAVY, "parallel.cp": 2},
         {**HEAVY, "parallel.tp": 2, "parallel.etp": 1, "parallel.ep": 2},

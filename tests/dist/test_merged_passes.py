@@ -51,11 +51,11 @@ OF_FOUR: dict[str, dict[str, Any]] = {
         **INTERLEAVED,
         "moe.dispatcher": "static",
         "moe.static_transport": "peer",
-        "train.recompute": "norm,activation,moe",
+        "train.recompute": ["norm", "activation", "moe"],
     },
     "recomputed": {
         **INTERLEAVED,
-        "train.recompute": "full",
+        "train.recompute": ["full"],
         "optimizer.overlap": "grads",
     },
     "one chunk": {**PP2, **MOE, "pipeline.schedule": "1f1b", "train.global_batch_size": 12},

@@ -165,7 +165,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "sigmoid",
         2,
         {
-            **{**EP2, **STATIC, "moe.static_transport": "peer", "train.recompute": "full"},
+            **{**EP2, **STATIC, "moe.static_transport": "peer", "train.recompute": ["full"]},
             **{
                 "graphs.mode": "partial",
                 "graphs.scopes": ["attn", "mlp", "moe"],

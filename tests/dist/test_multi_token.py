@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp4, three copies of the embedding": (
         "tied",
         4,
-        {**PP4, "pipeline.layout": "Ett|t|tmm|L", "train.recompute": "full"},
+        {**PP4, "pipeline.layout": "Ett|t|tmm|L", "train.recompute": ["full"]},
     ),
     "pp2, 2 chunks, beside the embedding": (
         "tied",

@@ -32,9 +32,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "peers": {"moe.dispatcher": "static", "moe.static_transport": "peer"},
     "peers, recomputed": {
         **{"moe.dispatcher": "static", "moe.static_transport": "peer"},
-        **{"train.recompute": "full"},
+        **{"train.recompute": ["full"]},
     },
-    "recomputed": {"train.recompute": "full", "optimizer.overlap": "grads"},
+    "recomputed": {"train.recompute": ["full"], "optimizer.overlap": "grads"},
 }
 
 

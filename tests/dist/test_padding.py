@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 static": (2, {"parallel.ep": 2, "moe.dispatcher": "static"}),
     "ep2 allgather, recomputed": (
         2,
-        {"parallel.ep": 2, "moe.dispatcher": "allgather", "train.recompute": "full"},
+        {"parallel.ep": 2, "moe.dispatcher": "allgather", "train.recompute": ["full"]},
     ),
     "pp2": (2, {"parallel.pp": 2}),
     "graphs of routers": (

@@ -14,9 +14,9 @@ from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.dist
 
-FULL = {"train.recompute": "full"}
+FULL = {"train.recompute": ["full"]}
 ALL_PARTS = {
-    "train.recompute": "norm,attention,activation,moe",
+    "train.recompute": ["norm", "attention", "activation", "moe"],
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 ep2 interleaved": (

@@ -48,7 +48,7 @@ def test_a_replay_in_another_layout_has_the_losses_and_loads_of_the_recorded_run
     single = train(0, 1, {**again, "debug.record_routing": copy})
     others: list[dict[str, Any]] = [
         {**again, "parallel.ep": 2, "parallel.cp": 2, "moe.dispatcher": "static"},
-        {**again, "parallel.pp": 2, "train.recompute": "full", "train.microbatch_size": 1},
+        {**again, "parallel.pp": 2, "train.recompute": ["full"], "train.microbatch_size": 1},
         {
             **again,
             "parallel.tp": 2,

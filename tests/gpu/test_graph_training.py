@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {},
     "dense, overlaps": {"optimizer": {"lr": 2e-3, "warmup_steps": 5, **OVERLAPS}},
     "dense in float16": {"train": {"dtype": "float16"}},
-    "dense, recomputed": {"train": {"recompute": "selective"}},
+    "dense, recomputed": {"train": {"recompute": ["selective"]}},
     "experts": {"moe": EXPERTS},
     "static experts in bfloat16": {"moe": STATIC, "train": {"dtype": "bfloat16"}},
 }

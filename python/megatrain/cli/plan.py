@@ -310,15 +310,15 @@ def _rank_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Any:
 
 
 def _held_text(rank: RankPlan, config: ResolvedConfig) -> str:
-    if config.train.recompute == "none":
+    if not config.train.recompute:
         return str(rank.peak_in_flight)
     return f"{rank.peak_in_flight}, {rank.peak_kept} in full"
 
 
 def _recompute_text(config: ResolvedConfig) -> str:
-    if config.train.recompute == "full":
+    if "full" in config.train.recompute:
         return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
-    if config.train.recompute != "none":
+    if config.train.recompute:
         parts = ", ".join(part for part in RECOMPUTE_MODULES if part in config.train.recomputed)
         return f";\nnot in full: without {parts}, which are recomputed"
     return ""

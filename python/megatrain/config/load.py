@@ -251,17 +251,24 @@ def _typed(key: str, text: str) -> Any:
     annotation = _annotation(key)
     if annotation is None:
         return text
-    if text.lower() in ("none", "null") and NoneType in typing.get_args(annotation):
-        return None
-    if typing.get_origin(annotation) is list:
+    is_list = typing.get_origin(annotation) is list
+    if text.lower() in ("none", "null") and (is_list or NoneType in typing.get_args(annotation)):
+        return [] if is_list else None
+    if is_list:
         value = _toml_or_text(text)
-        of_words = typing.get_args(annotation)[0]
-        is_names = of_words is str or typing.get_origin(of_words) is typing.Literal
-        return value.split(",") if is_names and isinstance(value, str) else value
+        return value.split(",") if isinstance(value, str) and _is_list_of_names(key) else value
     try:
         return TypeAdapter[Any](annotation).validate_python(text)
     except ValidationError:
         return text
+
+
+def _is_list_of_names(key: str) -> bool:
+    annotation = _annotation(key)
+    if typing.get_origin(annotation) is not list:
+        return False
+    [item] = typing.get_args(annotation)
+    return item is str or typing.get_origin(item) is typing.Literal
 
 
 def _toml_or_text(text: str) -> Any:
@@ -346,16 +353,19 @@ def _describe(details: ErrorDetails, places: _Places) -> str:
     answer = VALUES.get(key, {}).get(str(value).lower())
     if kind == "literal_error" and answer:
         return f"{shown}expected one of {context['expected']}; {answer}"
+    if kind == "list_type" and isinstance(value, str) and _is_list_of_names(key):
+        names = [word.strip() for word in value.split(",") if word.strip() not in ("", "none")]
+        return f"{shown}expected a list, as in {name} = {toml_value(names)}"
     return shown + _rule(details)
 
 
 def _describe_item(details: ErrorDetails, places: _Places) -> str:
-    """Return one line for an error in a table of a list, as in ``[[data.sources]]``."""
+    """Return one line for an error in a list of names, or of tables as ``[[data.sources]]``."""
     section, key, number, *inner = details["loc"]
-    if typing.get_args(_annotation(f"{section}.{key}"))[0] is str:
-        place = f"{places.prefix(f'{section}.{key}')}{section}.{key}, entry {int(number) + 1}"
-        return f"{place} = {toml_value(details['input'])}: expected {_TYPES['string_type']}"
     table, kind = f"{section}.{key}", details["type"]
+    if _is_list_of_names(table):
+        place = f"{places.prefix(table)}{table}, entry {int(number) + 1}"
+        return f"{place} = {toml_value(details['input'])}: {_rule(details)}"
     prefix = places.prefix(f"{table}.{inner[0]}" if inner else table)
     place = f"{prefix}[[{table}]] number {int(number) + 1}"
     if not inner:

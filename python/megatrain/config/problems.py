@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatrain.config.resolved import ResolvedConfig
 from megatrain.config.sections import Config
+from megatrain.config.toml_file import toml_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class ConfigErrors:
         find = operator.attrgetter(key)
         value = find(self.config)
         shown = find(self.filled) if value is None else value
-        return f"{key} = {shown} ({self.config.origin(key)})"
+        text = toml_value(shown) if isinstance(shown, list) else shown
+        return f"{key} = {text} ({self.config.origin(key)})"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -226,7 +226,7 @@ def _check_own_model(problems: ConfigErrors, config: ResolvedConfig) -> None:
         return
     only = {
         "model.num_mtp_layers": (0, "multi-token prediction is part of"),
-        "train.recompute": ("none", "it recomputes layers of"),
+        "train.recompute": ([], "it recomputes layers of"),
         "graphs.mode": ("off", "it captures layers of"),
         "run.calibration": (None, "predictions count operations of"),
     }

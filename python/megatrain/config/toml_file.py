@@ -142,20 +142,21 @@ def config_to_toml(config: Config) -> str:
 
 def _saved_line(config: Config, key: str, value: Any) -> str:
     name = split_key(key)[1]
-    if isinstance(value, dict):
-        return f"{name} = {toml_value(value)}"
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         # Tables, in one value so that the section goes on.
         line = f"{name} = [\n" + "".join(f"    {_inline_table(item)},\n" for item in value) + "]"
     else:
-        line = tomli_w.dumps({name: value}).rstrip("\n")
+        line = f"{name} = {toml_value(value)}"
     if key in config.derived:
         return f"# {line}   (derived)"
     return f"# {line}   (of one start)" if key == "checkpoint.resume" else line
 
 
 def _inline_table(table: Mapping[str, Any]) -> str:
-    pairs = (tomli_w.dumps({key: value}).strip() for key, value in table.items())
+    keys = (tomli_w.dumps({key: 0}).removesuffix(" = 0\n") for key in table)
+    pairs = (
+        f"{key} = {toml_value(value)}" for key, value in zip(keys, table.values(), strict=True)
+    )
     return f"{{ {', '.join(pairs)} }}"
 
 
@@ -165,9 +166,16 @@ def _default_text(info: FieldInfo) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value in TOML syntax."""
+    """Return a value in TOML syntax, on one line.
+
+    Example:
+        >>> toml_value(["mlp", "norm"]), toml_value({"a": [True]})
+        ('["mlp", "norm"]', '{ a = [true] }')
+    """
     if isinstance(value, dict):
         return _inline_table(value) if value else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
     except TypeError:

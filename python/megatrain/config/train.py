@@ -11,6 +11,9 @@ from megatrain.config.user_objects import check_object_name
 
 RECOMPUTE_MODULES = ("norm", "attention", "activation", "mlp", "moe")
 
+# Names of several parts.
+_RECOMPUTE_GROUPS = {"full": ("layer",), "selective": ("norm", "attention", "activation")}
+
 
 class TrainSectionConfig(Section):
     """``[train]``: steps, batch sizes, number format, seed, validation."""
@@ -52,14 +55,15 @@ class TrainSectionConfig(Section):
         "`bfloat16` (not run yet); elsewhere the products are emulated, which shows the effect on "
         "the loss and is slower than `dtype` alone.",
     )
-    recompute: str = Field(
-        default="none",
-        description="Activations that are recomputed in the backward pass instead of kept: `none`; "
-        "`full`, all of a layer but its input; or parts, comma-separated: `norm` (those before "
-        "matrix products), `attention` (all between its two products), `activation` (SwiGLU of "
-        "dense MLPs), `mlp` (whole dense MLPs), `moe` (whole MoE layers). `selective` is "
-        "`norm,attention,activation`, which recomputes no product with a weight. Results are "
-        "bitwise equal.",
+    recompute: list[
+        Literal["full", "selective", "norm", "attention", "activation", "mlp", "moe"]
+    ] = Field(
+        default=[],
+        description="Activations that are recomputed in the backward pass instead of kept: "
+        "`full`, all of a layer but its input; or parts: `norm` (those before matrix products), "
+        "`attention` (all between its two products), `activation` (SwiGLU of dense MLPs), `mlp` "
+        "(whole dense MLPs), `moe` (whole MoE layers). `selective` is `norm`, `attention` and "
+        "`activation`, which recomputes no product with a weight. Results are bitwise equal.",
     )
     recompute_keep: int = Field(
         default=0,
@@ -89,13 +93,12 @@ class TrainSectionConfig(Section):
         """Recomputed parts: ``{"layer"}``, or parts of layers.
 
         Example:
-            >>> sorted(TrainSectionConfig(recompute="selective").recomputed)
-            ['activation', 'attention', 'norm']
+            >>> sorted(TrainSectionConfig(recompute=["selective", "moe"]).recomputed)
+            ['activation', 'attention', 'moe', 'norm']
         """
-        if self.recompute == "none":
-            return frozenset()
-        named = {"full": "layer", "selective": "norm,attention,activation"}
-        return frozenset(named.get(self.recompute, self.recompute).split(","))
+        return frozenset(
+            part for name in self.recompute for part in _RECOMPUTE_GROUPS.get(name, (name,))
+        )
 
     _check_loss = field_validator("loss")(check_object_name)
 
@@ -106,24 +109,16 @@ class TrainSectionConfig(Section):
             check_object_name(name)
         return names
 
-    @field_validator("recompute")
-    @classmethod
-    def _check_modules(cls, modules: str) -> str:
-        if modules in ("none", "full", "selective"):
-            return modules
-        for name in modules.split(","):
-            if name not in RECOMPUTE_MODULES:
-                raise ValueError(
-                    "must be none, full, selective, or some of "
-                    f"{', '.join(RECOMPUTE_MODULES)}, joined by commas"
-                )
-        return modules
-
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
-        if self.recompute_keep > 0 and self.recompute == "none":
+        if "full" in self.recompute and len(set(self.recompute)) > 1:
+            raise ValueError(
+                "recompute names full, which is all of a layer, beside parts of it; use "
+                'recompute = ["full"], or leave full out'
+            )
+        if self.recompute_keep > 0 and not self.recompute:
             raise ValueError(
                 f"recompute_keep = {self.recompute_keep} exempts microbatches from recomputation, "
-                'but recompute = "none"; set it to "selective" or "full", or recompute_keep to 0'
+                'but recompute = []; set it to ["selective"] or ["full"], or recompute_keep to 0'
             )
         return self

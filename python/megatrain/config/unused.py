@@ -10,6 +10,7 @@ from typing import Any
 from megatrain.config.base import letter_of_layer, split_key
 from megatrain.config.resolved import ResolvedConfig
 from megatrain.config.sections import Config, section_classes
+from megatrain.config.toml_file import toml_value
 
 # Losses before the first that can be a spike; see `megatrain.train.control`.
 SPIKE_START = 20
@@ -338,7 +339,8 @@ def _is_set(config: Config, key: str) -> bool:
 def _shown(config: Config, key: str) -> str:
     value = _value(config, key)
     if isinstance(value, list):
-        return f"{key} ({len(value)})"
+        has_names = all(isinstance(item, str) for item in value)
+        return f"{key} = {toml_value(value)}" if has_names else f"{key} ({len(value)})"
     return f"{key} = {str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -84,7 +84,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
 def train_recompute(config: Config) -> Recompute | None:
     """Build the recompute policy of a training step; ``None`` without recomputation."""
     train = config.train
-    return None if train.recompute == "none" else Recompute(keep=train.recompute_keep)
+    return Recompute(keep=train.recompute_keep) if train.recompute else None
 
 
 def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:

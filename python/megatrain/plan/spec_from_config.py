@@ -96,7 +96,7 @@ def without_layout(base: Config, gpus: int) -> Config:
         {
             "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sequence_parallel": False},
             "pipeline": _PLAIN_PIPELINE,
-            "train": {"microbatch_size": 1, "recompute": "none", "recompute_keep": 0},
+            "train": {"microbatch_size": 1, "recompute": [], "recompute_keep": 0},
             "optimizer": {"distributed": base.optimizer.distributed, "num_instances": 1},
             "moe": {"echo": base.moe.echo.model_copy(update={"domain_size": None})},
         },
@@ -119,11 +119,7 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
         stages: Layers of each stage.
         mtp: Layers for multi-token prediction.
     """
-    recompute: dict[str, Any] = {"recompute": "none"}
-    if "layer" in spec.recompute:
-        recompute["recompute"] = "full"
-    elif spec.recompute:
-        recompute["recompute"] = ",".join(sorted(spec.recompute))
+    recompute = ["full"] if "layer" in spec.recompute else sorted(spec.recompute)
     return {
         "parallel": {
             "tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "ep": spec.ep, "etp": spec.etp,
@@ -136,7 +132,7 @@ def settings_of(spec: RunSpec, stages: Sequence[int], mtp: int = 0) -> dict[str,
             "layout": None if len(set(stages)) == 1 else stage_text(stages, mtp),
             "overlap_moe": "ep" in spec.overlap,
         },
-        "train": {"microbatch_size": spec.microbatch, **recompute},
+        "train": {"microbatch_size": spec.microbatch, "recompute": recompute},
         "optimizer": {
             "overlap": next(
                 (part for part in ("grads", "params") if part in spec.overlap),

@@ -328,7 +328,7 @@ sequence_parallel = true
 dtype = "bfloat16"
 microbatch_size = 1
 global_batch_size = 64
-recompute = "selective"
+recompute = ["selective"]
 [optimizer]
 overlap = "grads"
 """

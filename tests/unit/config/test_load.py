@@ -353,6 +353,45 @@ def test_a_word_after_a_switch_is_its_value_only_if_it_can_be(switch: str) -> No
     assert (pairs, others) == ([(switch, "true")], ["run.toml"])
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "names"),
+    [
+        ("train.recompute", "norm,moe", ["norm", "moe"]),
+        ("train.recompute", "full", ["full"]),
+        ("train.recompute", "none", []),
+        ("graphs.scopes", "attn, mlp", ["attn", "mlp"]),
+        ("run.writers", "tensorboard", ["tensorboard"]),
+        ("train.callbacks", "package.module:Name", ["package.module:Name"]),
+    ],
+)
+def test_text_in_place_of_a_list_of_names_is_answered_with_the_list(
+    tmp_path: Path, key: str, text: str, names: list[str]
+) -> None:
+    section, _, name = key.partition(".")
+    message = message_of(write(tmp_path, f'[{section}]\n{name} = "{text}"\n'))
+    start, _, advice = message.partition(", as in ")
+    assert start.endswith(f':2: {key} = "{text}": expected a list')
+    taken = write(tmp_path, f"[{section}]\n{advice}\n")
+    assert getattr(getattr(load_config(taken), section), name) == names
+    shown = load_config(None, [(key, text.replace(" ", ""))])  # on the command line, text is right
+    assert getattr(getattr(shown, section), name) == names
+
+
+@pytest.mark.parametrize(
+    ("key", "best"),
+    [("graphs.scopes", "attn"), ("run.writers", "wandb"), ("train.recompute", "norm")],
+)
+def test_an_unknown_name_in_a_list_is_named_with_the_closest(key: str, best: str) -> None:
+    with pytest.raises(ConfigError, match=rf'{key}, entry 2 = "{best}x": expected one of'):
+        load_config(None, [(key, f"{best},{best}x")])
+    with pytest.raises(ConfigError, match=rf"did you mean {best}\?$"):
+        load_config(None, [(key, f"{best}x")])
+    assert (
+        getattr(getattr(load_config(None, [(key, "none")]), key.split(".")[0]), key.split(".")[1])
+        == []
+    )
+
+
 def test_names_of_other_projects_lead_to_settings(tmp_path: Path) -> None:
     known = {f"{name}.{key}" for name, cls in section_classes().items() for key in cls.by_key()}
     assert set(ELSEWHERE.values()) <= known

@@ -463,12 +463,17 @@ def test_exchanges_of_experts_are_hidden_in_pairs_only() -> None:
 
 def test_parts_to_recompute_must_exist() -> None:
     for settings, sentence in (
-        ({"train__recompute": "norm,layernorm"}, "must be none, full, selective, or some of norm"),
+        (
+            {"train__recompute": "norm,layernorm"},
+            "train.recompute, entry 2 = \"layernorm\": expected one of 'full', 'selective', 'norm'",
+        ),
+        ({"train__recompute": "full,norm"}, "recompute names full, which is all of a layer"),
         ({"train__recompute_keep": "1"}, "recompute_keep = 1 exempts microbatches"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(**settings)
     config = make(train__recompute="norm,moe")
+    assert 'train.recompute = ["norm", "moe"] (--train.recompute=norm,moe)' in message_of(config, 1)
     assert "names moe, but the model has no experts" in message_of(config, 1)
 
 
@@ -493,7 +498,7 @@ CAPTURED = {
         ({"moe__ffn_hidden_size": "36"}, "moe.ffn_hidden_size / etp must be a multiple of 8 where"),
         (
             {"graphs__mode": "partial", "graphs__scopes": "moe", "train__dtype": "float32"},
-            "graphs.scopes = ['moe'] (--graphs.scopes=moe) captures the experts",
+            'graphs.scopes = ["moe"] (--graphs.scopes=moe) captures the experts',
         ),
     ],
 )

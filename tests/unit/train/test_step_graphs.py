@@ -41,9 +41,9 @@ from tests.support.graphed_training import (
 @pytest.mark.parametrize(
     ("graphs", "changes"),
     [
-        (PARTIAL, {"train": {"recompute": "selective"}}),
-        (PARTIAL, {"train": {"recompute": "full"}}),
-        (FULL, {"train": {"recompute": "full"}}),
+        (PARTIAL, {"train": {"recompute": ["selective"]}}),
+        (PARTIAL, {"train": {"recompute": ["full"]}}),
+        (FULL, {"train": {"recompute": ["full"]}}),
         (PARTIAL, {"train": {"loss_normalization": "token"}, "moe": EXPERTS}),
         (FULL, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
         (PARTIAL, {"train": {"dtype": "float16"}}),
@@ -71,7 +71,7 @@ def test_graphs_change_no_bit(graphs: dict[str, Any], changes: dict[str, Any]) -
 def test_layers_that_are_recomputed_in_graphs_count_once() -> None:
     changes: dict[str, Any] = {
         "moe": {**STATIC, "z_loss_coef": 0.1},
-        "train": {"recompute": "full"},
+        "train": {"recompute": ["full"]},
     }
     trainers = [
         make_trainer({"mode": "partial", "scopes": ["attn", "moe"]}, **changes),
@@ -393,7 +393,7 @@ def test_a_resumed_run_captures_anew_and_goes_on(graphs: dict[str, Any]) -> None
         ({"mode": "full"}, {"moe": EXPERTS}, "asks the device how many tokens"),
         (
             {"mode": "partial", "scopes": ["attn"]},
-            {"train": {"recompute": "full"}},
+            {"train": {"recompute": ["full"]}},
             "runs whole layers again",
         ),
         ({**PARTIAL, "backend": "cuda"}, {}, "needs a GPU"),

@@ -58,7 +58,7 @@ def test_recomputation_counts_in_hfu_only() -> None:
     # Every microbatch runs a second forward pass of all layers, or every second one does.
     for keep, share in ((0, 1.0), (1, 0.0)):
         trainer = make_trainer(
-            run__calibration="h100", train__recompute="full", train__recompute_keep=keep
+            run__calibration="h100", train__recompute=["full"], train__recompute_keep=keep
         )
         values = run(trainer, RunWatch(trainer), 0)
         spec = model_spec(trainer.config)
