@@ -81,7 +81,9 @@ def measure(rank: int, folder: str, pairs: int) -> tuple[list[Step], float, floa
     trainer = build_trainer(config, world_size=RANKS, device=torch.device("cpu"), calls=ring)
     watch = RunWatch(trainer)
     context: Any = SimpleNamespace(rank=rank, stop=StopRequest())
-    control = RunControl(config, context, started=time.monotonic())
+    control = RunControl(
+        config.train, config.run, context, save_interval_s=None, started=time.monotonic()
+    )
     writer = MetricsWriter(f"{folder}/{rank}.jsonl")
     phases = 0
     entered = PhaseClock.phase

@@ -163,7 +163,12 @@ def predict(world_size: int, changes: Mapping[str, Any], device: str) -> Forecas
     """Predict memory and time of a layout."""
     config = configuration(world_size, changes)
     spec = run_spec(config, world_size)
-    return forecast(model_spec(config), spec, load_device(device), state_bytes(config, world_size))
+    return forecast(
+        model_spec(config.model, config.moe),
+        spec,
+        load_device(device),
+        state_bytes(config, world_size),
+    )
 
 
 def main() -> None:

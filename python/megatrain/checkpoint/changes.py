@@ -13,7 +13,7 @@ from typing import Any
 
 from megacore.optim import RateOptions, learning_rate
 from megatrain.checkpoint.format import read_index
-from megatrain.checkpoint.model_files import with_tokenizer_beside
+from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
 from megatrain.config import OptimizerConfig, ResolvedConfig
 
@@ -77,15 +77,15 @@ def _values(found: Path, config: ResolvedConfig) -> tuple[dict[str, Any], dict[s
     index = read_index(found)
     ours = json.loads(config.model_dump_json())
     theirs = copy.deepcopy(dict(index.config))
-    if _has_tokenizer_of(found, config):
+    if _has_tokenizer_of(found, config.data.tokenizer):
         theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
     return theirs, ours, index.state.step
 
 
-def _has_tokenizer_of(found: Path, config: ResolvedConfig) -> bool:
+def _has_tokenizer_of(found: Path, tokenizer: str) -> bool:
     """Check if the tokenizer beside a checkpoint has the content of the configured one."""
-    beside = tokenizer_files(with_tokenizer_beside(config, found).data.tokenizer)
-    mine = tokenizer_files(config.data.tokenizer)
+    beside = tokenizer_files(tokenizer_beside(tokenizer, found))
+    mine = tokenizer_files(tokenizer)
     if TOKENIZER_NAME not in beside or TOKENIZER_NAME not in mine:
         return False
     return filecmp.cmp(beside[TOKENIZER_NAME], mine[TOKENIZER_NAME], shallow=False)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megatrain.checkpoint.format import step_folders
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, files_of_folder, tokenizer_files
-from megatrain.config import Config, ResolvedConfig
 from megatrain.data.loading import TrainingData
 from megatrain.data.tokenizer import special_tokens_of
 from megatrain.hf_folder import (
@@ -57,15 +56,17 @@ def model_folder(path: Path) -> Path | None:
     return None
 
 
-def with_tokenizer_beside(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration with the tokenizer that is kept with a checkpoint's run."""
+def tokenizer_beside(tokenizer: str, checkpoint: Path) -> str:
+    """Return the tokenizer that is kept with a checkpoint's run, else the given one.
+
+    Args:
+        tokenizer: ``data.tokenizer`` of the run; bytes are kept nowhere.
+        checkpoint: A folder of the run.
+    """
     folder = model_folder(checkpoint)
-    if folder is None or config.data.tokenizer == "bytes":
-        return config
-    if not (folder / TOKENIZER_NAME).is_file():
-        return config
-    data = config.data.model_copy(update={"tokenizer": str(folder / TOKENIZER_NAME)})
-    return config.model_copy(update={"data": data})
+    if folder is None or tokenizer == "bytes" or not (folder / TOKENIZER_NAME).is_file():
+        return tokenizer
+    return str(folder / TOKENIZER_NAME)
 
 
 def files_of_model(folder: Path) -> Files:
@@ -87,25 +88,23 @@ def files_of_model(folder: Path) -> Files:
     return {**files, **files_of_folder(folder)}
 
 
-def files_of_run(
-    config: ResolvedConfig, origin: Path | None, ends: Callable[[Path], int | None]
-) -> Files:
+def files_of_run(tokenizer: str, origin: Path | None, ends: Callable[[Path], int | None]) -> Files:
     """Return the files to keep with a run.
 
     Args:
-        config: Resolved configuration.
+        tokenizer: ``data.tokenizer``.
         origin: Checkpoint or Hugging Face folder that the run starts from.
         ends: Returns the token that ends the documents of the data, if it is known; its argument is
             the folder of the tokenizer.
     """
     folder = None if origin is None else model_folder(origin)
     files = {} if folder is None else dict(files_of_model(folder))
-    tokenizer = tokenizer_files(config.data.tokenizer)
-    if tokenizer:
+    own = tokenizer_files(tokenizer)
+    if own:
         of_model = {name: each for name, each in files.items() if name in _OF_MODEL}
-        files = {**of_model, **tokenizer}
-    if TOKENIZER_NAME in tokenizer and CONFIG_NAME not in files and _is_derived(files):
-        home = tokenizer[TOKENIZER_NAME].parent
+        files = {**of_model, **own}
+    if TOKENIZER_NAME in own and CONFIG_NAME not in files and _is_derived(files):
+        home = own[TOKENIZER_NAME].parent
         ids = token_ids(home, eos=ends(home))
         files[GENERATION_NAME] = json_text({_DERIVED: True, **ids})
     return files

@@ -22,6 +22,7 @@ from megatrain.checkpoint.changes import is_same_run
 from megatrain.checkpoint.format import LATEST_NAME, step_folders
 from megatrain.checkpoint.model_files import copy_kept_files
 from megatrain.config import ResolvedConfig
+from megatrain.config.resolved import ResolvedCheckpointConfig
 from megatrain.config.schedule_file import COPY_NAME
 from megatrain.files import describe_os_error
 
@@ -36,18 +37,25 @@ _COMPANIONS = ("config.toml", COPY_NAME, "rank_*.err", "tensorboard", "wandb", "
 
 
 @contextlib.contextmanager
-def hold_folders(config: ResolvedConfig, groups: ProcessGroups) -> Iterator[None]:
+def hold_folders(
+    run: Path, checkpoint: ResolvedCheckpointConfig, groups: ProcessGroups
+) -> Iterator[None]:
     """Lock the folders of this run against other runs. Collective at the start.
 
     Rank 0 holds an advisory lock on ``<run.dir>/.lock``, and on one in ``checkpoint.dir`` if that
     is not inside ``run.dir``. The system releases the locks on any exit of the process.
 
+    Args:
+        run: Folder of the run.
+        checkpoint: The ``[checkpoint]`` section.
+        groups: Process groups of this rank.
+
     Raises:
         ConfigError: On every rank, if another run holds a folder.
     """
-    wanted = [("run.dir", _run_dir(config))]
-    if config.checkpoint.saves and not is_inside(_checkpoint_dir(config), _run_dir(config)):
-        wanted.append(("checkpoint.dir", _checkpoint_dir(config)))
+    wanted = [("run.dir", run)]
+    if checkpoint.saves and not is_inside(checkpoint.dir, run):
+        wanted.append(("checkpoint.dir", Path(checkpoint.dir)))
     with contextlib.ExitStack() as held:
 
         def lock_all() -> None:
@@ -109,7 +117,7 @@ def choose_resume(config: ResolvedConfig, groups: ProcessGroups, *, restarts: in
         return config.checkpoint.resume
 
     def has_same_run() -> bool:
-        folders = step_folders(_checkpoint_dir(config))
+        folders = step_folders(Path(config.checkpoint.dir))
         for _, folder in reversed(folders):
             with contextlib.suppress(CheckpointError):
                 return is_same_run(folder, config)
@@ -122,12 +130,13 @@ def choose_resume(config: ResolvedConfig, groups: ProcessGroups, *, restarts: in
 
 
 def make_place(
-    config: ResolvedConfig, found: Path | None, groups: ProcessGroups
+    run: Path, checkpoint: ResolvedCheckpointConfig, found: Path | None, groups: ProcessGroups
 ) -> tuple[str, ...]:
     """Move an earlier run's results aside unless this run continues that run. Collective.
 
     Args:
-        config: Resolved configuration.
+        run: Folder of the run.
+        checkpoint: The ``[checkpoint]`` section.
         found: The checkpoint this run starts from; ``None`` to start from scratch.
         groups: Process groups of this rank.
 
@@ -137,24 +146,24 @@ def make_place(
     Raises:
         ConfigError: On every rank, if the results cannot be moved.
     """
-    if found is not None and _continues(found, config):
+    if found is not None and _continues(found, run, Path(checkpoint.dir)):
         return ()
-    return on_rank_0(lambda: _set_aside(config), groups)
+    return on_rank_0(lambda: _set_aside(run, checkpoint), groups)
 
 
-def _continues(found: Path, config: ResolvedConfig) -> bool:
-    """Check if a checkpoint belongs to the run in ``run.dir``."""
-    run, path = _run_dir(config).resolve(), found.resolve()
-    if path.parent == _checkpoint_dir(config).resolve():
+def _continues(found: Path, run: Path, checkpoints: Path) -> bool:
+    """Check if a checkpoint belongs to the run of these folders."""
+    run, path = run.resolve(), found.resolve()
+    if path.parent == checkpoints.resolve():
         return True
     return path.is_relative_to(run) and not path.relative_to(run).parts[0].startswith(PREVIOUS)
 
 
-def _set_aside(config: ResolvedConfig) -> tuple[str, ...]:
-    run, checkpoints = _run_dir(config), _checkpoint_dir(config)
+def _set_aside(run: Path, checkpoint: ResolvedCheckpointConfig) -> tuple[str, ...]:
+    checkpoints = Path(checkpoint.dir)
     inside = is_inside(checkpoints, run)
     has_checkpoints = bool(step_folders(checkpoints))
-    if not inside and not config.checkpoint.saves:
+    if not inside and not checkpoint.saves:
         has_checkpoints = False  # this run writes nothing there
     results = [run / name for name in _RESULTS if _has_content(run / name)]
     if not results and not has_checkpoints:
@@ -206,14 +215,6 @@ def _free_name(homes: Sequence[Path]) -> str:
 
 def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
-
-
-def _run_dir(config: ResolvedConfig) -> Path:
-    return Path(config.run.dir)
-
-
-def _checkpoint_dir(config: ResolvedConfig) -> Path:
-    return Path(config.checkpoint.dir)
 
 
 def is_inside(folder: str | Path, parent: Path) -> bool:

@@ -160,7 +160,7 @@ def _show(args: argparse.Namespace) -> None:
         raise ConfigError(f"show takes one TOML file, got {len(args.paths)}")
     config = load_config(args.paths[0], args.settings)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    size = config.run.nproc or fewest_ranks(config)
+    size = config.run.nproc or fewest_ranks(config.parallel)
     config = resolve(config, size, vocab_size=vocab_size, cuda=False)
     with progress_bar("preparing the data") as progress:
         data = load_run_data(config, progress=progress)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(args.weights, args.settings, data=args.data, whole=args.all)
     config = resolve_for_training(source.config, world_size, launcher=launcher or "--nproc")
     check_start(config)
-    options = replace(launch_options(config, threads=threads, debug=args.debug), error_dir=None)
+    options = replace(launch_options(config.run, threads=threads, debug=args.debug), error_dir=None)
     worker = partial(evaluate_rank, source, config, args.json)
     if launcher:
         return run_under_torchrun(worker, options=options)

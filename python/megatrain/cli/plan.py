@@ -12,7 +12,14 @@ from megacore.errors import ConfigError
 from megatrain.cli.outputs import plain_table
 from megatrain.cli.plan_source import load_planned
 from megatrain.cli.values import refuse_given, whole_number
-from megatrain.config import ResolvedConfig, stages_of_ranks
+from megatrain.config import (
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    ResolvedConfig,
+    TrainSectionConfig,
+    stages_of_ranks,
+)
 from megatrain.config.graph_rules import graph_scopes
 from megatrain.config.train import RECOMPUTE_MODULES
 
@@ -108,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
     _require_one_form(args)
     loaded = load_planned(args)
-    world_size = loaded.run.nproc or default_nproc(loaded)
+    world_size = loaded.run.nproc or default_nproc(loaded.run, loaded.parallel)
     config = resolve_for_training(
         loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size
     )
@@ -181,7 +188,7 @@ def _print(plan: RunPlan, config: ResolvedConfig, world_size: int) -> None:
     console.print(
         f"params, grads, optim: memory per rank, no activations; optimizer state {sharding}\n"
         f"held: peak number of microbatches (per chunk) whose activations a rank stores"
-        f"{_recompute_text(config)}",
+        f"{_recompute_text(config.train)}",
         soft_wrap=True,
     )
 
@@ -201,7 +208,7 @@ def _facts_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Tabl
         f"(order {parallel.order})",
     )
     if config.moe.num_experts > 0:
-        facts.add_row("[bold]experts[/]", _experts_text(plan, config))
+        facts.add_row("[bold]experts[/]", _experts_text(plan, config.model, config.moe))
     if echo := _echo_of(plan, config):
         slots, memory = echo.text.splitlines()[:2]
         facts.add_row("[bold]clones[/]", slots)
@@ -230,10 +237,9 @@ def _echo_of(plan: RunPlan, config: ResolvedConfig) -> EchoEstimate | None:
     return estimate_echo(config, plan.topology)
 
 
-def _experts_text(plan: RunPlan, config: ResolvedConfig) -> str:
+def _experts_text(plan: RunPlan, model: ModelConfig, moe: MoEConfig) -> str:
     """Describe the layout of the experts and the number per rank."""
-    moe, topology = config.moe, plan.topology
-    num_layers = config.model.mtp_layers.stop
+    topology, num_layers = plan.topology, model.mtp_layers.stop
     layers = len(moe.moe_layers(num_layers))
     return (
         f"etp {topology.etp} x ep {topology.ep} x edp {topology.expert_dp} x pp {topology.pp}; "
@@ -258,7 +264,8 @@ def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the bytes per parameter by formula, and the sizes of buckets."""
     from megatrain.plan.state import memory_row_of
 
-    row, optimizer = memory_row_of(config), config.optimizer
+    optimizer = config.optimizer
+    row = memory_row_of(optimizer, dtype=config.train.dtype)
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
     formula = row.formula() if optimizer.distributed else str(row.whole)
     shards = _shards_of_state(plan, config)
@@ -299,34 +306,34 @@ def _rank_table(plan: RunPlan, config: ResolvedConfig, world_size: int) -> Any:
         table.add_row(
             str(rank.pp_rank),
             _ranks_at(plan.topology, rank.pp_rank, world_size),
-            _layers_text(rank, config),
+            _layers_text(rank, config.pipeline, config.parallel.pp),
             f"{rank.num_params:,}",
             str(len(rank.bucket_numels)),
             *(f"{size / unit_bytes:.1f}" for size in sizes),
-            _held_text(rank, config),
+            _held_text(rank, config.train),
             f"{rank.busy_fraction:.0%}",
         )
     return table
 
 
-def _held_text(rank: RankPlan, config: ResolvedConfig) -> str:
-    if not config.train.recompute:
+def _held_text(rank: RankPlan, train: TrainSectionConfig) -> str:
+    if not train.recompute:
         return str(rank.peak_in_flight)
     return f"{rank.peak_in_flight}, {rank.peak_kept} in full"
 
 
-def _recompute_text(config: ResolvedConfig) -> str:
-    if "full" in config.train.recompute:
+def _recompute_text(train: TrainSectionConfig) -> str:
+    if "full" in train.recompute:
         return ";\nnot in full: only the input of each layer is held, the rest is recomputed"
-    if config.train.recompute:
-        parts = ", ".join(part for part in RECOMPUTE_MODULES if part in config.train.recomputed)
+    if train.recompute:
+        parts = ", ".join(part for part in RECOMPUTE_MODULES if part in train.recomputed)
         return f";\nnot in full: without {parts}, which are recomputed"
     return ""
 
 
-def _layers_text(rank: RankPlan, config: ResolvedConfig) -> str:
+def _layers_text(rank: RankPlan, pipeline: PipelineConfig, pp: int) -> str:
     """Return the layers of a rank as ``embed 0-3``, with chunks separated by ``|``."""
-    parts, stages = [], stages_of_ranks(config)[rank.pp_rank]
+    parts, stages = [], stages_of_ranks(pipeline, pp)[rank.pp_rank]
     for chunk, (layers, further) in enumerate(zip(rank.layers, rank.mtp_layers, strict=True)):
         words = []
         if stages[chunk] == 0:
@@ -337,7 +344,7 @@ def _layers_text(rank: RankPlan, config: ResolvedConfig) -> str:
         if len(further) > 0:
             last = f"-{further.stop - 1}" if len(further) > 1 else ""
             words.append(f"mtp {further.start}{last}")
-        if stages[chunk] == config.parallel.pp * config.pipeline.stages_per_rank - 1:
+        if stages[chunk] == pp * pipeline.stages_per_rank - 1:
             words.append("head")
         parts.append(" ".join(words))
     return " | ".join(parts)

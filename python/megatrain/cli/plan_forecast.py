@@ -151,7 +151,9 @@ def _forecast(base: Config, gpus: int, device: Device, imbalance: float) -> Fore
     config = resolve_for_plan(base, gpus)
     try:
         spec = run_spec(config, gpus, imbalance=imbalance)
-        return forecast(model_spec(config), spec, device, state_bytes(config, gpus))
+        return forecast(
+            model_spec(config.model, config.moe), spec, device, state_bytes(config, gpus)
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -366,7 +368,7 @@ def _search(
         config = resolve_for_plan(without_layout(base, gpus), gpus)
         spec = run_spec(config, gpus, imbalance=imbalance)
         spec = replace(spec, stages=(), echo=base.moe.echo)
-        found = search(model_spec(config), spec, device)
+        found = search(model_spec(config.model, config.moe), spec, device)
         legal = _legal(base, found.best, gpus, args.top or 10)
         missing = missing or not legal
         if args.json:

@@ -16,10 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.errors import ConfigError, MegacoreError
-from megatrain.config import Config, ResolvedConfig, load_config, resolve
+from megatrain.config import (
+    Config,
+    ParallelConfig,
+    ResolvedConfig,
+    RunConfig,
+    load_config,
+    resolve,
+)
 from megatrain.launch.environment import external_launcher, launched_rank
 
 if TYPE_CHECKING:
+    from megatrain.config.resolved import ResolvedRunConfig
     from megatrain.launch.start import LaunchOptions, RankContext
 
 EPILOG = """\
@@ -68,14 +76,14 @@ def _start(args: argparse.Namespace) -> int:
         # The import of torch takes a second, and more on a busy machine.
         print(f"starting  {args.config}", flush=True)
     with _imports():
-        world_size = loaded.run.nproc or default_nproc(loaded)
+        world_size = loaded.run.nproc or default_nproc(loaded.run, loaded.parallel)
         config = resolve_for_training(loaded, world_size, launcher="--nproc")
         check_start(config)
 
         # Before the fork, so that ranks share the memory of the modules.
         import megatrain.train.loop  # noqa: F401
         from megatrain.launch.start import run_ranks_local
-    options = launch_options(config, threads=threads, debug=args.debug)
+    options = launch_options(config.run, threads=threads, debug=args.debug)
     return run_ranks_local(world_size, partial(train_rank, config), options=options)
 
 
@@ -99,7 +107,7 @@ def _join(args: argparse.Namespace, launcher: str) -> int:
 
     from megatrain.launch.start import run_under_torchrun
 
-    options = launch_options(config, threads=threads, debug=args.debug)
+    options = launch_options(config.run, threads=threads, debug=args.debug)
     return run_under_torchrun(partial(train_rank, config), options=options)
 
 
@@ -163,23 +171,22 @@ def resolve_for_training(
     return resolved
 
 
-def default_nproc(config: Config) -> int:
+def default_nproc(run: RunConfig, parallel: ParallelConfig) -> int:
     """Return the default process count: one per GPU, else the fewest that the layout allows."""
     import torch
 
-    if config.run.backend != "gloo" and torch.cuda.is_available():
+    if run.backend != "gloo" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return fewest_ranks(config)
+    return fewest_ranks(parallel)
 
 
-def fewest_ranks(config: Config) -> int:
+def fewest_ranks(parallel: ParallelConfig) -> int:
     """Return the smallest process count that the layout allows.
 
     Example:
-        >>> fewest_ranks(load_config(None, [("parallel.pp", "2"), ("parallel.ep", "2")]))
+        >>> fewest_ranks(ParallelConfig(pp=2, ep=2))
         4
     """
-    parallel = config.parallel
     etp = parallel.tp if parallel.etp is None else parallel.etp
     return parallel.pp * math.lcm(parallel.tp * parallel.cp, etp * parallel.ep)
 
@@ -211,15 +218,15 @@ def _imports() -> Iterator[None]:
         gc.enable()
 
 
-def launch_options(config: ResolvedConfig, *, threads: int | None, debug: bool) -> LaunchOptions:
-    """Return the options for starting the ranks of a resolved configuration."""
+def launch_options(run: ResolvedRunConfig, *, threads: int | None, debug: bool) -> LaunchOptions:
+    """Return the options for starting the ranks of a run."""
     from megatrain.launch.start import LaunchOptions
 
     return LaunchOptions(
-        backend=config.run.backend,
-        timeout_s=config.run.timeout_s,
-        peer_timeout_s=config.run.peer_timeout_s,
-        error_dir=Path(config.run.dir),
+        backend=run.backend,
+        timeout_s=run.timeout_s,
+        peer_timeout_s=run.peer_timeout_s,
+        error_dir=Path(run.dir),
         debug=debug,
         threads=threads,
     )

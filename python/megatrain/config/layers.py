@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
+from megatrain.config.pipeline import PipelineConfig
 from megatrain.config.sections import Config
 
 
@@ -61,14 +62,13 @@ def mtp_stage(config: Config) -> int | None:
     return next(stage for stage, number in enumerate(by_stage) if number > 0)
 
 
-def stages_of_ranks(config: Config) -> list[list[int]]:
-    """Return the stages of the model that each pipeline rank holds, in chunk order.
+def stages_of_ranks(pipeline: PipelineConfig, pp: int) -> list[list[int]]:
+    """Return the stages of the model that each of ``pp`` pipeline ranks holds, in chunk order.
 
     Example:
-        >>> stages_of_ranks(Config(parallel={"pp": 4}, pipeline={"schedule": "dualpipe"}))
+        >>> stages_of_ranks(PipelineConfig(schedule="dualpipe"), 4)
         [[0, 3], [1, 2], [2, 1], [3, 0]]
     """
-    pp, pipeline = config.parallel.pp, config.pipeline
     if pipeline.file is not None:
         return [list(mine) for mine in pipeline.file.stages]
     num_stages = pp * pipeline.stages_per_rank

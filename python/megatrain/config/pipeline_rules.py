@@ -207,7 +207,7 @@ def _check_pipeline_layout(problems: ConfigErrors, config: ResolvedConfig) -> No
     except ValueError as error:
         problems.add(f"{place}: {error}")
         return
-    for rank, mine in enumerate(stages_of_ranks(config)):
+    for rank, mine in enumerate(stages_of_ranks(config.pipeline, config.parallel.pp)):
         # The first stage has the embedding and the last one the head, with or without layers.
         if not any(stages[stage] or stage in (0, further, len(stages) - 1) for stage in mine):
             problems.add(

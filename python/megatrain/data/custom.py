@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,11 +58,15 @@ def own_datasets(config: ResolvedConfig) -> tuple[Samples, dict[str, Samples]]:
             f"{shown} must return a pair of training samples and a mapping of validation sets, got "
             f"a {type(made).__name__}"
         )
-    train = _CheckedSamples(made[0], config, name="training", shown=shown)
-    validation = {
-        str(name): _CheckedSamples(source, config, name=str(name), shown=shown)
-        for name, source in made[1].items()
-    }
+    checked = functools.partial(
+        _CheckedSamples,
+        seq_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        document_mask=config.data.document_mask,
+        shown=shown,
+    )
+    train = checked(made[0], name="training")
+    validation = {str(name): checked(source, name=str(name)) for name, source in made[1].items()}
     return train, dict(validation)
 
 
@@ -69,13 +74,20 @@ class _CheckedSamples:
     """Samples of one's own, each checked before a model sees it."""
 
     def __init__(
-        self, source: SampleSource, config: ResolvedConfig, *, name: str, shown: str
+        self,
+        source: SampleSource,
+        *,
+        name: str,
+        seq_length: int,
+        vocab_size: int,
+        document_mask: bool,
+        shown: str,
     ) -> None:
         self.name = name
-        self.seq_length = config.model.seq_length
+        self.seq_length = seq_length
         self._source = source
-        self._vocab = config.model.vocab_size
-        self._document_mask = config.data.document_mask
+        self._vocab = vocab_size
+        self._document_mask = document_mask
         self._shown = f"{shown}, {name} samples"
         count = getattr(source, "num_samples", None)
         if not isinstance(count, int) or count < 1 or not callable(getattr(source, "sample", None)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megacore.parallel import ProcessGroups
 from megatrain.checkpoint import load_full_weights, resolve_checkpoint
-from megatrain.checkpoint.model_files import with_tokenizer_beside
+from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
 from megatrain.data import Tokenizer, load_tokenizer
@@ -59,7 +59,8 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
             f'checkpoint {path} is of a model of your own, model.factory = "{config.model.factory}"'
             "; megacore generates text with its own GPT only"
         )
-    config = with_tokenizer_beside(config, resolve_checkpoint(path))
+    tokenizer = tokenizer_beside(config.data.tokenizer, resolve_checkpoint(path))
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
     model = GPTChunk(
         config.model,
         layers=range(config.model.num_layers),
@@ -73,7 +74,9 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
     )
     _fill(model, weights, path)
     return RestoredModel(
-        model=model, config=config, tokenizer=load_tokenizer(config.data.tokenizer)
+        model=model,
+        config=config.model_copy(update={"data": data}),
+        tokenizer=load_tokenizer(tokenizer),
     )
 
 

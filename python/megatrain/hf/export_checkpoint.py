@@ -24,7 +24,7 @@ from megatrain.checkpoint.model_files import (
     write_files,
 )
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
-from megatrain.config import Config, config_from_values
+from megatrain.config import ModelConfig, MoEConfig, config_from_values
 from megatrain.files import describe_os_error, filled_folder
 from megatrain.hf import HFTensors, config_to_hf, updated_config
 from megatrain.hf_folder import (
@@ -105,8 +105,8 @@ def export_checkpoint(
         path if step is None else _folder_of_step(Path(path), step), verified=False
     )
     config = config_from_values(stored.config, source=str(stored.folder))
-    kept = _Kept.of(config, stored.folder)
-    hf_config, notes = kept.config(config, family)
+    kept = _Kept.of(config.data.tokenizer, stored.folder)
+    hf_config, notes = kept.config(config.model, config.moe, family)
     tensors = HFTensors(
         hf_config["model_type"],
         config.model,
@@ -167,7 +167,7 @@ class _Kept:
     tokenizer: Files
 
     @classmethod
-    def of(cls, config: Config, checkpoint: Path) -> _Kept:
+    def of(cls, tokenizer: str, checkpoint: Path) -> _Kept:
         """Read the files; the tokenizer may still be where the run found it."""
         folder = model_folder(checkpoint)
         files = {} if folder is None else dict(files_of_model(folder))
@@ -181,19 +181,21 @@ class _Kept:
             sampling=read[GENERATION_NAME] or {},
             dtype=dtypes["default"],
             dtypes={name: torch_dtype(dtype) for name, dtype in dtypes["tensors"].items()},
-            tokenizer=files or tokenizer_files(config.data.tokenizer),
+            tokenizer=files or tokenizer_files(tokenizer),
         )
 
-    def config(self, config: Config, family: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return ``config.json``, and notes on what has changed in it."""
-        model, original = config.model, self.original
+    def config(
+        self, model: ModelConfig, moe: MoEConfig, family: str | None
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return ``config.json``, and notes on its changes."""
+        original = self.original
         if original is None:
-            return config_to_hf(model, config.moe, family=family) | self.token_ids(), ()
+            return config_to_hf(model, moe, family=family) | self.token_ids(), ()
         kind, notes = original["model_type"], []
-        found = updated_config(original, model, config.moe) if family in (None, kind) else None
+        found = updated_config(original, model, moe) if family in (None, kind) else None
         longest = original.get("max_position_embeddings")
         if found is None:
-            found = config_to_hf(model, config.moe, family=family)
+            found = config_to_hf(model, moe, family=family)
             found |= {name: original[name] for name in _KEPT_NAMES if name in original}
             if isinstance(longest, int) and model.rope_scaling.type != "dynamic":
                 found["max_position_embeddings"] = max(longest, model.seq_length)

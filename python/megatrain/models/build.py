@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from megacore.errors import ConfigError
 from megacore.moe.echo.slots import SlotBuffers
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.process_groups import ProcessGroups
-from megatrain.config import ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.config import (
+    PipelineConfig,
+    ResolvedConfig,
+    layers_of_stages,
+    mtp_stage,
+    stages_of_ranks,
+)
 from megatrain.models.custom import OwnStage, StageContext, loss_of
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.loss import FirstLossCheck, Loss, LossContext, token_loss
@@ -40,15 +46,16 @@ def build_chunks(
     Raises:
         ConfigError: If layers or tensor-parallel sizes do not fit.
     """
-    mine = stages_of_ranks(config)[groups.pp.position]
+    mine = stages_of_ranks(config.pipeline, config.parallel.pp)[groups.pp.position]
     return build_stages(config, mine, groups, device=device)
 
 
-def _checked(own: Loss | None, config: ResolvedConfig, groups: ProcessGroups) -> Loss:
-    """Return a loss of the user's own with a check of its results, or that of next tokens."""
+def _checked_loss(name: str | None, tp: Group) -> Loss:
+    """Return the loss of ``train.loss`` with a check of its results, or that of next tokens."""
+    own = loss_of(name)
     if own is None:
         return token_loss
-    check = FirstLossCheck(f'train.loss = "{config.train.loss}"', groups.tp)
+    check = FirstLossCheck(f'train.loss = "{name}"', tp)
 
     def checked(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
         return check(own(output, batch, context))
@@ -66,7 +73,7 @@ def build_stages(
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
     chunks: list[Stage] = []
-    loss = _checked(loss_of(config), config, groups)
+    loss = _checked_loss(config.train.loss, groups.tp)
     options: ContextOptions = {
         "sequence_parallel": config.parallel.sequence_parallel,
         "cp_comm": config.parallel.cp_comm,
@@ -109,16 +116,14 @@ def build_stages(
     return [built[stage] for stage in mine]
 
 
-def in_model_order(
-    config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
-) -> list[int]:
-    """Return the indices of a rank's chunks in model order.
+def in_model_order(pipeline: PipelineConfig, pp: Group) -> list[int]:
+    """Return the indices of a rank's chunks in model order; ``pp`` is its pipeline group.
 
     In this order, ranks that hold the same stages have the same parameters, even if two copies of
     the model have these stages as different chunks.
     """
-    mine = stages_of_ranks(config)[groups.pp.position]
-    return sorted(range(len(chunks)), key=mine.__getitem__)
+    mine = stages_of_ranks(pipeline, pp.size)[pp.position]
+    return sorted(range(len(mine)), key=mine.__getitem__)
 
 
 def _stages(config: ResolvedConfig) -> tuple[list[range], int | None]:

@@ -14,7 +14,7 @@ from megacore.errors import ConfigError
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import shard
-from megatrain.config import ResolvedConfig
+from megatrain.config import MoEConfig, ResolvedConfig
 from megatrain.config.user_objects import call_object, import_object
 from megatrain.models.init import name_seed
 from megatrain.models.layers import ModelContext
@@ -127,7 +127,7 @@ class OwnStage(Stage):
         self.layers = layers
         self._is_last = context.is_last
         self._shown = f'model.factory = "{config.model.factory}"'
-        self._loss = loss_of(config)
+        self._loss = loss_of(config.train.loss)
         shown = self._shown if self._loss is None else f'train.loss = "{config.train.loss}"'
         self._check_loss = FirstLossCheck(shown, context.region.group)
         self._loss_context = LossContext.of(context.region, context.shape)
@@ -140,7 +140,7 @@ class OwnStage(Stage):
             )
         self.module = module
         self._check_registered()
-        self._check_experts(config)
+        self._check_experts(config.moe)
 
     @property
     def embedding_weight(self) -> nn.Parameter | None:
@@ -199,8 +199,8 @@ class OwnStage(Stage):
                     "with persistent=False, or make it a parameter"
                 )
 
-    def _check_experts(self, config: ResolvedConfig) -> None:
-        wanted = [layer for layer in self.layers if config.moe.is_moe_layer(layer)]
+    def _check_experts(self, moe: MoEConfig) -> None:
+        wanted = [layer for layer in self.layers if moe.is_moe_layer(layer)]
         found = sorted(self.moe_layers())
         if found != wanted:
             raise ConfigError(
@@ -210,15 +210,15 @@ class OwnStage(Stage):
             )
 
 
-def loss_of(config: ResolvedConfig) -> Loss | None:
+def loss_of(name: str | None) -> Loss | None:
     """Import the function of ``train.loss``; ``None`` if there is none.
 
     Raises:
         ConfigError: If it cannot be imported.
     """
-    if config.train.loss is None:
+    if name is None:
         return None
-    loss: Loss = import_object(config.train.loss, setting="train.loss")
+    loss: Loss = import_object(name, setting="train.loss")
     return loss
 
 

@@ -323,7 +323,9 @@ def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
     def error(rate: float) -> float:
         device = replace(known, **{key: rate})  # type: ignore[arg-type]
         return sum(
-            math.log(part(LayerCosts(model_spec(config), run_spec(config, 1), device)))
+            math.log(
+                part(LayerCosts(model_spec(config.model, config.moe), run_spec(config, 1), device))
+            )
             - math.log(max(seconds, 1e-9))
             for part, config, seconds in cases
         )

@@ -44,7 +44,7 @@ def compare_with_prediction(
         ratio is farthest from 1.
     """
     found = forecast(
-        model_spec(config),
+        model_spec(config.model, config.moe),
         run_spec(config, world_size),
         load_device(calibration),
         state_bytes(config, world_size),
@@ -85,7 +85,7 @@ def predicted_tensors(config: ResolvedConfig, world_size: int) -> list[dict[str,
 
     Weights, gradients and optimizer state are exact. None of these kinds depends on the device.
     """
-    model, spec = model_spec(config), run_spec(config, world_size)
+    model, spec = model_spec(config.model, config.moe), run_spec(config, world_size)
     device = load_device(_ANY_DEVICE)
     layers = stage_layers(model, spec, LayerCosts(model, spec, device))
     found = footprints(model, spec, device, layers, state_bytes(config, world_size))

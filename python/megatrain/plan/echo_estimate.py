@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megacore.parallel import Topology
-from megatrain.config import ResolvedConfig
+from megatrain.config import EchoConfig, ResolvedConfig
 from megatrain.plan.spec_from_config import model_spec
 
 
@@ -54,7 +54,7 @@ def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
     if topology.ep == 1:
         raise ValueError("parallel.ep = 1, so there is no other rank to clone experts to; raise it")
     etp, local = parallel.etp, moe.num_experts // topology.ep
-    numel = model_spec(config).expert_params // etp
+    numel = model_spec(config.model, moe).expert_params // etp
     width = 4 if config.train.dtype == "float32" else 2
     tokens = config.train.microbatch_size * config.model.seq_length // (parallel.cp * parallel.tp)
     mean = float(tokens * etp * moe.top_k)
@@ -71,11 +71,11 @@ def estimate_echo(config: ResolvedConfig, topology: Topology) -> EchoEstimate:
         is_theorem=factor is not None and echo.num_spare_slots >= local,
         text="",
     )
-    return replace(planned, text=_text(planned, config, local))
+    return replace(planned, text=_text(planned, echo, local))
 
 
-def _text(planned: EchoEstimate, config: ResolvedConfig, local: int) -> str:
-    echo, mib = config.moe.echo, 1 << 20
+def _text(planned: EchoEstimate, echo: EchoConfig, local: int) -> str:
+    mib = 1 << 20
     times = f"{planned.guaranteed_factor or 0:.3f} times the mean of {planned.mean_rows:,.0f}"
     slots = "slot" if echo.num_spare_slots == 1 else "slots"
     in_turns = ", weights in two sets (overlap_moe)" if planned.num_slot_sets > 1 else ""

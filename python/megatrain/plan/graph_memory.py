@@ -159,7 +159,7 @@ def _layers_of(config: ResolvedConfig, program: Program) -> list[list[int]]:
     further = mtp_stage(config)
     return [
         [*stages[stage], *(config.model.mtp_layers if stage == further else ())]
-        for stage in stages_of_ranks(config)[program.rank]
+        for stage in stages_of_ranks(config.pipeline, config.parallel.pp)[program.rank]
     ]
 
 

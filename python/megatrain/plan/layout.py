@@ -10,7 +10,16 @@ from megacore.errors import ConfigError
 from megacore.parallel import Topology
 from megacore.pipeline import Recompute, Schedule
 from megacore.pipeline.executor import ActivationSpec
-from megatrain.config import Config, ResolvedConfig, layers_of_stages, mtp_stage, stages_of_ranks
+from megatrain.config import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainSectionConfig,
+    layers_of_stages,
+    mtp_stage,
+    stages_of_ranks,
+)
+from megatrain.config.resolved import ResolvedParallelConfig
 from megatrain.models.build import torch_dtype
 from megatrain.plan.schedules import ScheduleShape, cached_schedule
 
@@ -26,7 +35,8 @@ def embedding_ranks(config: Config) -> tuple[int, ...]:
         >>> embedding_ranks(Config(model=untied, parallel={"pp": 4}, pipeline=layout))
         (0, 2)
     """
-    by_rank, further = stages_of_ranks(config), mtp_stage(config)
+    by_rank = stages_of_ranks(config.pipeline, config.parallel.pp)
+    further = mtp_stage(config)
     stages = [0]
     if config.model.tie_embeddings or further is None:
         stages.append(config.parallel.pp * config.pipeline.stages_per_rank - 1)
@@ -37,9 +47,8 @@ def embedding_ranks(config: Config) -> tuple[int, ...]:
     )
 
 
-def make_topology(config: ResolvedConfig, world_size: int) -> Topology:
+def make_topology(parallel: ResolvedParallelConfig, world_size: int) -> Topology:
     """Build the topology of the ``[parallel]`` section."""
-    parallel = config.parallel
     return Topology(
         world_size=world_size,
         tp=parallel.tp,
@@ -81,9 +90,8 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
         ) from error
 
 
-def train_recompute(config: Config) -> Recompute | None:
+def train_recompute(train: TrainSectionConfig) -> Recompute | None:
     """Build the recompute policy of a training step; ``None`` without recomputation."""
-    train = config.train
     return Recompute(keep=train.recompute_keep) if train.recompute else None
 
 
@@ -94,7 +102,7 @@ def activation_specs(config: Config, device: torch.device) -> dict[int, Activati
     multi-token prediction layers on, the outputs of all depths, concatenated along the sequence.
     """
     num_stages, further = len(layers_of_stages(config)), mtp_stage(config)
-    plain = activation_spec(config, device)
+    plain = activation_spec(config.model, config.parallel, config.train, device=device)
     length, *others = plain.shape
     all_depths = replace(plain, shape=((1 + config.model.num_mtp_layers) * length, *others))
     return {
@@ -104,13 +112,14 @@ def activation_specs(config: Config, device: torch.device) -> dict[int, Activati
     }
 
 
-def activation_spec(config: Config, device: torch.device) -> ActivationSpec:
+def activation_spec(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainSectionConfig, *, device: torch.device
+) -> ActivationSpec:
     """Build the spec: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
-    model, parallel = config.model, config.parallel
     slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     sequence = model.seq_length // slices
     return ActivationSpec(
-        shape=(sequence, config.train.microbatch_size, model.hidden_size),
-        dtype=torch_dtype(config.train.dtype),
+        shape=(sequence, train.microbatch_size, model.hidden_size),
+        dtype=torch_dtype(train.dtype),
         device=device,
     )

@@ -91,16 +91,15 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
     Raises:
         ValueError: If the layout, the layers or the schedule are invalid.
     """
-    topology = make_topology(config, world_size)
+    topology = make_topology(config.parallel, world_size)
     schedule = train_schedule(config, world_size)
     timeline = schedule.simulate()
-    recompute = train_recompute(config)
+    recompute = train_recompute(config.train)
     stages, further = layers_of_stages(config), mtp_stage(config)
     pp = config.parallel.pp
     ranks, num_params, num_idle = [], 0, 0
-    for pp_rank in range(pp):
+    for pp_rank, mine in enumerate(stages_of_ranks(config.pipeline, pp)):
         program = schedule.program(pp_rank, recompute=recompute)
-        mine = stages_of_ranks(config)[pp_rank]
         infos = _param_infos(config, mine)
         if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the second copy
             own = [info for info in infos if not info.is_shared_copy]
@@ -172,7 +171,7 @@ def buffer_layouts(
         ValueError: If the layout or the layers are invalid.
     """
     texts, most = [], 0
-    for pp_rank, mine in enumerate(stages_of_ranks(config)):
+    for pp_rank, mine in enumerate(stages_of_ranks(config.pipeline, config.parallel.pp)):
         infos = _param_infos(config, mine)
         state = plan_state(config, world_size, infos)
         for positions, plan in state.buffers:
@@ -227,7 +226,7 @@ def check_plan(config: ResolvedConfig, world_size: int) -> None:
     if config.run.calibration is not None:
         load_device(config.run.calibration)
     try:
-        make_topology(config, world_size)
+        make_topology(config.parallel, world_size)
         layers_of_stages(config)
         train_schedule(config, world_size)
         if config.moe.num_experts > 0:

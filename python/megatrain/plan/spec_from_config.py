@@ -7,16 +7,16 @@ from typing import Any
 
 from megatrain.config import Config, ResolvedConfig, layers_of_stages
 from megatrain.config.layers import stage_text
+from megatrain.config.resolved import ResolvedModelConfig, ResolvedMoEConfig
 from megatrain.plan.spec import ModelSpec, RunSpec
 from megatrain.plan.state import memory_row_of
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def model_spec(config: ResolvedConfig) -> ModelSpec:
-    """Take the shape of the model from a resolved configuration."""
-    model, moe, mla = config.model, config.moe, config.model.mla
-    num_layers = model.mtp_layers.stop
+def model_spec(model: ResolvedModelConfig, moe: ResolvedMoEConfig) -> ModelSpec:
+    """Take the shape of the model from the sections of a resolved configuration."""
+    mla, num_layers = model.mla, model.mtp_layers.stop
     return ModelSpec(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -47,7 +47,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         "pp": pipeline.overlap_p2p,
         "ep": pipeline.overlap_moe,
     }
-    memory = memory_row_of(config)
+    memory = memory_row_of(optimizer, dtype=train.dtype)
     return RunSpec(
         gpus=gpus,
         tp=parallel.tp,

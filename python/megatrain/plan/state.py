@@ -10,6 +10,7 @@ from megacore._core import BufferPlan, plan_buckets
 from megacore.optim.memory import MemoryRow, memory_row
 from megacore.parallel.param_info import ParamInfo
 from megatrain.config import (
+    OptimizerConfig,
     ParallelConfig,
     ResolvedConfig,
     layers_of_stages,
@@ -37,11 +38,10 @@ class RankState:
     optimizer_bytes: int
 
 
-def memory_row_of(config: ResolvedConfig) -> MemoryRow:
-    """Compute the bytes per parameter in a run of this configuration."""
-    optimizer = config.optimizer
-    grads = config.train.dtype if optimizer.grad_dtype != "float32" else "float32"
-    return memory_row(params=config.train.dtype, grads=grads, moments=optimizer.moments_dtype)
+def memory_row_of(optimizer: OptimizerConfig, *, dtype: str) -> MemoryRow:
+    """Compute the bytes per parameter; ``dtype`` is that of the parameters, ``train.dtype``."""
+    grads = dtype if optimizer.grad_dtype != "float32" else "float32"
+    return memory_row(params=dtype, grads=grads, moments=optimizer.moments_dtype)
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
     )
     numel = sum(plan.numel for _, plan in buffers)
     owned = sum(plan.shard_numel for _, plan in buffers) if config.optimizer.distributed else numel
-    row = memory_row_of(config)
+    row = memory_row_of(config.optimizer, dtype=config.train.dtype)
     return RankState(
         buffers=buffers,
         param_bytes=numel * row.param_bytes,
@@ -96,7 +96,7 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
     """
     states = [
         plan_state(config, world_size, list(_stage_infos(config, sorted(mine))))
-        for mine in stages_of_ranks(config)
+        for mine in stages_of_ranks(config.pipeline, config.parallel.pp)
     ]
     return [
         {

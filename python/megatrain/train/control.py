@@ -15,7 +15,7 @@ from typing import Any
 
 from megacore.calls.processes import signal_name
 from megacore.errors import DivergedError
-from megatrain.config import ResolvedConfig, duration_s
+from megatrain.config import RunConfig, TrainSectionConfig, duration_s
 from megatrain.config.unused import SPIKE_START as SPIKE_START
 from megatrain.launch.context import RankContext
 
@@ -49,7 +49,9 @@ class RunControl:
     """Votes of one rank and the rules for their sum; equal decisions on every rank.
 
     Args:
-        config: Resolved configuration.
+        train: The ``[train]`` section.
+        run: The ``[run]`` section.
+        save_interval_s: Seconds between checkpoints by time; ``None`` for none.
         context: The rank, with its signals.
         started: `time.monotonic` of the start of this process's run.
 
@@ -57,13 +59,21 @@ class RunControl:
         loss_limit: Largest loss that is not a spike; infinite before there are enough losses.
     """
 
-    def __init__(self, config: ResolvedConfig, context: RankContext, *, started: float) -> None:
-        self._config = config
+    def __init__(
+        self,
+        train: TrainSectionConfig,
+        run: RunConfig,
+        context: RankContext,
+        *,
+        save_interval_s: float | None,
+        started: float,
+    ) -> None:
+        self._train, self._run = train, run
         self._context = context
         self._stop_at = math.inf
-        if config.run.stop_after is not None:
-            self._stop_at = started + duration_s(config.run.stop_after)
-        self._save_interval_s = config.checkpoint.interval_s or math.inf
+        if run.stop_after is not None:
+            self._stop_at = started + duration_s(run.stop_after)
+        self._save_interval_s = save_interval_s or math.inf
         self._saved_at = time.monotonic()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.loss_limit = math.inf
@@ -78,7 +88,7 @@ class RunControl:
     @property
     def will_give_up(self) -> bool:
         """True if one more skipped update ends the run."""
-        limit = self._config.train.max_skipped_steps
+        limit = self._train.max_skipped_steps
         return 0 < limit <= self._num_skipped_in_row + 1
 
     def votes(self) -> tuple[float, ...]:
@@ -135,11 +145,11 @@ class RunControl:
             DivergedError: If the run must not continue.
         """
         is_spike = math.isfinite(loss) and loss > self.loss_limit
-        by_rule = is_spike and self._config.train.on_spike == "skip"
+        by_rule = is_spike and self._train.on_spike == "skip"
         if not is_empty:
             is_failure = skipped and not by_rule
             self._num_skipped_in_row = self._num_skipped_in_row + 1 if is_failure else 0
-        limit = self._config.train.max_skipped_steps
+        limit = self._train.max_skipped_steps
         if 0 < limit <= self._num_skipped_in_row:
             raise DivergedError(
                 f"step {step + 1:,}: the updates of {self._num_skipped_in_row} steps in a row were "
@@ -161,11 +171,11 @@ class RunControl:
         elif num_signals > 1:
             stop = f"signals to {num_signals} ranks (Ctrl-C, SIGTERM or SIGUSR1)"
         elif is_over:
-            stop = f"run.stop_after = {self._config.run.stop_after}"
+            stop = f"run.stop_after = {self._run.stop_after}"
         return Verdict(save=is_due > 0, stop=stop, notes=notes)
 
     def _judge_loss(self, step: int, loss: float) -> tuple[str, ...]:
-        limit, action = self.loss_limit, self._config.train.on_spike
+        limit, action = self.loss_limit, self._train.on_spike
         if not math.isfinite(loss):
             return ()
         if loss <= limit:
@@ -182,7 +192,7 @@ class RunControl:
     def _keep(self, loss: float) -> None:
         """Add a loss to those that the next ones are compared with."""
         self._losses.append(loss)
-        if len(self._losses) < SPIKE_START or self._config.train.on_spike == "ignore":
+        if len(self._losses) < SPIKE_START or self._train.on_spike == "ignore":
             return
         # Not by the statistics module, which computes with fractions: 0.3 ms per call.
         mean = math.fsum(self._losses) / len(self._losses)

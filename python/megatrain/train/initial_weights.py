@@ -14,6 +14,7 @@ from megacore.parallel.params import ShardPosition
 from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
+from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf import HFWeights
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
@@ -42,8 +43,11 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
         for piece in trainer.pieces()
     ]
     notes: tuple[str, ...] = ()
+    model, moe = trainer.config.model, trainer.config.moe
     if is_model_folder(path):
-        notes = on_every_rank(lambda: _fill_from_hf(trainer, path, pieces, groups), groups)
+        notes = on_every_rank(
+            lambda: _fill_from_hf(path, pieces, groups, model=model, moe=moe), groups
+        )
     else:
         load_checkpoint(path, pieces, groups=groups, config=trainer.config.model_dump())
     trainer.optimizer.finish_load(trainer.optimizer.step_count)
@@ -52,9 +56,13 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _fill_from_hf(
-    trainer: Trainer, folder: Path, pieces: list[ParamPiece], groups: ProcessGroups
+    folder: Path,
+    pieces: list[ParamPiece],
+    groups: ProcessGroups,
+    *,
+    model: ModelConfig,
+    moe: MoEConfig,
 ) -> tuple[str, ...]:
-    model, moe = trainer.config.model, trainer.config.moe
     if model.factory is not None:
         raise MegacoreError(
             f"checkpoint.load_weights = {folder} is a Hugging Face model, which fits megacore's "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,14 +11,23 @@ import torch
 from megacore.ops.cuda_module import KernelBuild, device_facts
 from megacore.ops.gemm_torch import has_grouped_mm
 from megacore.ops.kernel_facts import Fp8Products, kernel_text
-from megatrain.train.trainer import Trainer
+from megatrain.config import TrainSectionConfig
+from megatrain.models.stage import Stage
 
 
-def kernel_environment(trainer: Trainer) -> dict[str, str]:
-    """Describe the kernels and back ends of this rank in readable text."""
-    device = trainer.device
-    found: dict[str, str] = {"back ends": trainer.config.run.backend}
-    products = _fp8_products(trainer)
+def kernel_environment(
+    train: TrainSectionConfig, chunks: Sequence[Stage], *, backend: str, device: torch.device
+) -> dict[str, str]:
+    """Describe the kernels and back ends of this rank in readable text.
+
+    Args:
+        train: The ``[train]`` section.
+        chunks: Model chunks of this rank.
+        backend: Communication library.
+        device: Device of the model.
+    """
+    found: dict[str, str] = {"back ends": backend}
+    products = _fp8_products(train, chunks)
     fp8 = None if products is None else products.text()
     if device.type != "cuda":
         return found | ({} if fp8 is None else {"fp8": fp8})
@@ -59,14 +69,13 @@ def _driver() -> str | None:
     return None if found is None else found[0]
 
 
-def kernel_notes(trainer: Trainer) -> tuple[str, ...]:
+def kernel_notes(train: TrainSectionConfig, chunks: Sequence[Stage]) -> tuple[str, ...]:
     """Return notes on products that this rank emulates."""
-    products = _fp8_products(trainer)
-    return () if products is None else products.notes(trainer.config.train.dtype)
+    products = _fp8_products(train, chunks)
+    return () if products is None else products.notes(train.dtype)
 
 
-def _fp8_products(trainer: Trainer) -> Fp8Products | None:
-    train = trainer.config.train
+def _fp8_products(train: TrainSectionConfig, chunks: Sequence[Stage]) -> Fp8Products | None:
     if train.fp8 == "off":
         return None
-    return Fp8Products.of(trainer.chunks, getattr(torch, train.dtype))
+    return Fp8Products.of(chunks, getattr(torch, train.dtype))

@@ -71,13 +71,20 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             saved, with ``checkpoint.on_failure = "continue"``.
     """
     started = time.monotonic()
-    check_writers(config)
+    check_writers(config.run.writers)
     trainer = build_trainer(
         config, world_size=context.world_size, device=context.device, calls=context.calls
     )
     callbacks = make_callbacks(config)
-    control = RunControl(config, context, started=started)
-    with hold_folders(config, trainer.groups), context.stop.deferred():
+    control = RunControl(
+        config.train,
+        config.run,
+        context,
+        save_interval_s=config.checkpoint.interval_s,
+        started=started,
+    )
+    run_dir = Path(config.run.dir)
+    with hold_folders(run_dir, config.checkpoint, trainer.groups), context.stop.deferred():
         saver = _make_saver(trainer) if config.checkpoint.saves else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
         resume = choose_resume(config, trainer.groups, restarts=context.restarts)
@@ -86,7 +93,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         if found.path is None and config.checkpoint.load_weights is not None:
             notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
-        moved = make_place(config, found.path, trainer.groups)
+        moved = make_place(run_dir, config.checkpoint, found.path, trainer.groups)
         run = _Run(
             trainer,
             found,
@@ -106,7 +113,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         run.check_saved()
         if context.rank == 0 and stopped is not None:
             # For scripts: torchrun exits with 0 or 1, whatever the ranks exit with.
-            (Path(config.run.dir) / STOPPED_NAME).write_text(f"{stopped}\n")
+            (run_dir / STOPPED_NAME).write_text(f"{stopped}\n")
     if stopped is None:
         return 0
     if saver is None:
@@ -196,13 +203,20 @@ class _Run:
             device=trainer.device,
             settle=trainer.optimizer.finish_param_gather,
         )
-        self._files = RunFileGuard(config, self._console.note)
+        self._files = RunFileGuard(
+            self._console.note, tolerant=config.checkpoint.on_failure == "continue"
+        )
         self._writers: RunWriters | None = None
         if self._is_main:
             self._dir.mkdir(parents=True, exist_ok=True)
             (self._dir / STOPPED_NAME).unlink(missing_ok=True)
             self._write_config(config)
-            self._writers = RunWriters(config, first_step=first_step, guard=self._files)
+            self._writers = RunWriters(
+                config.run,
+                config.model_dump(mode="json"),
+                first_step=first_step,
+                guard=self._files,
+            )
             self._console.start(
                 self._info(wall_time_s=None),
                 layout=trainer.layout_text(),
@@ -211,7 +225,7 @@ class _Run:
                 + trainer.data.notes
                 + found.skipped
                 + notes
-                + kernel_notes(trainer),
+                + kernel_notes(config.train, trainer.chunks),
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:
@@ -220,7 +234,7 @@ class _Run:
         if origin is None and weights is not None:
             origin = Path(weights)
         ends = functools.partial(end_of_documents, self._trainer.data, eod=config.data.eod)
-        files = files_of_run(config, origin, ends)
+        files = files_of_run(config.data.tokenizer, origin, ends)
         folders = [self._dir]
         if config.checkpoint.saves and not is_inside(config.checkpoint.dir, self._dir):
             folders.append(Path(config.checkpoint.dir))

@@ -14,10 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megacore.errors import MegacoreError
+from megacore.parallel import Topology
 from megacore.parallel.collectives import gather_objects
 from megacore.pipeline import Action, ActionKind, ActionRecorder, Schedule, TimedAction
 from megacore.pipeline.prediction import mean_times, predict
+from megatrain.config import ResolvedConfig
+from megatrain.config.resolved import ResolvedCheckpointConfig
+from megatrain.data import TrainingData
 from megatrain.generation.decoding import Sampling, stream
 from megatrain.generation.restore import restore_model
 from megatrain.plan.compare_run import compare_with_prediction, predicted_tensors
@@ -71,7 +77,7 @@ def write_results(
     """
     directory = Path(trainer.config.run.dir)
     recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
-    peaks = gather_objects(_peak_bytes(trainer), trainer.groups.world)
+    peaks = gather_objects(_peak_bytes(trainer.device, trainer.first_bytes), trainer.groups.world)
     if trainer.groups.rank != 0:
         return {}
     events = [event for events in recorded for event in events]
@@ -80,11 +86,14 @@ def write_results(
         pipelines = trainer.groups.topology.dense.groups("pp").tolist()
         trace = measured_trace(trainer.schedule, events, pipelines=pipelines)
         (directory / TRACE_NAME).write_text(json.dumps(trace))
+    # Larger models would delay the end of the run.
+    is_small = trainer.num_params <= _SAMPLED_PARAMS and trainer.config.model.factory is None
+    samples = finished and is_small and trainer.config.checkpoint.saves
     info = replace(
         info,
         prediction=_prediction(trainer, recorded, peaks, step_times_s),
-        memory=_memory(trainer, peaks),
-        sample=_sample(trainer) if finished else None,
+        memory=_memory(trainer.config, trainer.groups.topology, peaks),
+        sample=_sample(trainer.config.checkpoint, trainer.data) if samples else None,
     )
     return {
         "report": write_report(directory, info=info),
@@ -92,14 +101,13 @@ def write_results(
     }
 
 
-def _peak_bytes(trainer: Trainer) -> float:
+def _peak_bytes(device: torch.device, first: float) -> float:
     """Return the most bytes allocated; on a CPU, the growth of resident memory at its peak."""
-    return memory_bytes(trainer.device)[2] - trainer.first_bytes
+    return memory_bytes(device)[2] - first
 
 
-def _memory(trainer: Trainer, peaks: Sequence[float]) -> list[RankMemory]:
+def _memory(config: ResolvedConfig, topology: Topology, peaks: Sequence[float]) -> list[RankMemory]:
     """Join the predicted tensors of each pipeline position with its largest measured peak."""
-    config, topology = trainer.config, trainer.groups.topology
     if config.model.factory is not None:
         return []
     measured: defaultdict[int, float] = defaultdict(float)
@@ -112,19 +120,12 @@ def _memory(trainer: Trainer, peaks: Sequence[float]) -> list[RankMemory]:
     ]
 
 
-def _sample(trainer: Trainer) -> GeneratedText | None:
-    """Continue a validation text with the last checkpoint, if the model is small enough.
-
-    One process generates, so that every layout does; larger models would delay the end of the run.
-    """
-    config = trainer.config
-    small = trainer.num_params <= _SAMPLED_PARAMS and config.model.factory is None
-    if not small or not config.checkpoint.saves:
-        return None
+def _sample(checkpoint: ResolvedCheckpointConfig, data: TrainingData) -> GeneratedText | None:
+    """Continue a validation text with the last checkpoint; one process does so in any layout."""
     try:
-        restored = restore_model(config.checkpoint.dir)
-        sets = list(trainer.data.validation.values()) or [trainer.data.train]
-        length = min(_PROMPT_TOKENS, config.model.seq_length // 2)
+        restored = restore_model(checkpoint.dir)
+        sets = list(data.validation.values()) or [data.train]
+        length = min(_PROMPT_TOKENS, restored.config.model.seq_length // 2)
         prompt = sets[0].sample(0).tokens[:length].tolist()
         tokens = stream(restored.model, [prompt], Sampling(temperature=0.7, seed=0))
         found = (step[0] for step in islice(tokens, _NEW_TOKENS))
@@ -144,7 +145,8 @@ def _prediction(
     step_times_s: Sequence[float],
 ) -> dict[str, Any] | None:
     """Compare the run with the prediction of its calibration, if there is one."""
-    config, calibration = trainer.config, calibration_name(trainer.config, trainer.device)
+    config = trainer.config
+    calibration = calibration_name(config.run.calibration, trainer.device)
     if calibration is None or not step_times_s or config.model.factory is not None:
         return None
     passes = [
@@ -259,7 +261,10 @@ def run_info(
         num_tokens=data.train.num_tokens,
         unigram_entropy=data.unigram_entropy,
         schedule=start.schedule,
-        environment=collect_environment() | kernel_environment(trainer),
+        environment=collect_environment()
+        | kernel_environment(
+            config.train, trainer.chunks, backend=config.run.backend, device=trainer.device
+        ),
         resumed_from=start.resumed_from,
         config=config.model_dump(mode="json", exclude_none=True),
         derived=sorted(config.derived),

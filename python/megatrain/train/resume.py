@@ -12,7 +12,6 @@ from megacore.errors import CheckpointError, ConfigError
 from megatrain.checkpoint import FoundCheckpoint, TrainState, load_checkpoint
 from megatrain.checkpoint.changes import changed_settings
 from megatrain.checkpoint.format import read_index
-from megatrain.config import ResolvedConfig
 from megatrain.data.loading import load_run_data, run_order_sizes
 from megatrain.train.callbacks import Callback
 from megatrain.train.control import RunControl
@@ -52,7 +51,7 @@ def resume_run(
     except ValueError as error:
         raise CheckpointError(f"checkpoint {found.path}: {error}") from error
     optimizer.finish_load(optimizer.step_count)
-    _load_callbacks(config, callbacks, state.callbacks)
+    _load_callbacks(config.train.callbacks, callbacks, state.callbacks)
     changed = changed_settings(found.path, config)
     trainer, notes = _continue_order(trainer, found.path, state)
     return trainer, state, changed + notes + _changed_sources(trainer, state)
@@ -78,7 +77,7 @@ def run_state(
         optimizer=trainer.optimizer.scalars(),
         control=control.state(),
         data=data,
-        callbacks=_callback_states(trainer.config, callbacks),
+        callbacks=_callback_states(trainer.config.train.callbacks, callbacks),
     )
 
 
@@ -127,9 +126,9 @@ def _changed_sources(trainer: Trainer, state: TrainState) -> tuple[str, ...]:
 # ---- callbacks -----------------------------------------------------------------------------------
 
 
-def _callback_states(config: ResolvedConfig, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def _callback_states(names: Sequence[str], callbacks: Sequence[Callback]) -> dict[str, Any]:
     states: dict[str, Any] = {}
-    for name, callback in zip(config.train.callbacks, callbacks, strict=True):
+    for name, callback in zip(names, callbacks, strict=True):
         if not hasattr(callback, "state_dict") or not (state := callback.state_dict()):
             continue
         try:
@@ -143,8 +142,8 @@ def _callback_states(config: ResolvedConfig, callbacks: Sequence[Callback]) -> d
 
 
 def _load_callbacks(
-    config: ResolvedConfig, callbacks: Sequence[Callback], states: Mapping[str, Any]
+    names: Sequence[str], callbacks: Sequence[Callback], states: Mapping[str, Any]
 ) -> None:
-    for name, callback in zip(config.train.callbacks, callbacks, strict=True):
+    for name, callback in zip(names, callbacks, strict=True):
         if name in states and hasattr(callback, "load_state_dict"):
             callback.load_state_dict(states[name])

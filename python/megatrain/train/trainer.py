@@ -29,7 +29,7 @@ from megacore.pipeline import (
     receives_for,
 )
 from megacore.pipeline.clock import PhaseClock
-from megatrain.config import ResolvedConfig
+from megatrain.config import DebugConfig, OptimizerConfig, ResolvedConfig
 from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
 from megatrain.data.prefetch import Prefetch
@@ -47,7 +47,7 @@ from megatrain.plan.layout import (
     train_schedule,
 )
 from megatrain.plan.routing import recorded_settings
-from megatrain.routing_trace import RoutingRecorder, RoutingReplay, RoutingTape
+from megatrain.routing_trace import Recorded, RoutingRecorder, RoutingReplay, RoutingTape
 from megatrain.train.control import NUM_VOTES
 from megatrain.train.diagnosis import NonFiniteSearch
 from megatrain.train.graphs import StepGraphs
@@ -274,7 +274,7 @@ def build_trainer(
     data = load_run_data(config)
     chunks = build_chunks(config, groups, device=device)
     num_params = _count_params(config, chunks, groups)
-    order = in_model_order(config, groups, chunks)
+    order = in_model_order(config.pipeline, groups.pp)
     params = [param for number in order for param in chunks[number].param_infos()]
     instances = HybridShardGroups.split(
         groups,
@@ -289,11 +289,12 @@ def build_trainer(
         instances=instances,
     )
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
+    tokens_per_step = config.train.global_batch_size * config.model.seq_length
     clock = PhaseClock(device)
     optimizer = DistributedOptimizer(
         buffers,
         groups=groups,
-        options=_optimizer_options(config, per_token=per_token),
+        options=_optimizer_options(config.optimizer, tokens_per_step if per_token else 1),
         modules=chunks,
         clock=clock,
     )
@@ -318,7 +319,7 @@ def build_trainer(
     )
     graphs = None
     if config.graphs.mode != "off":
-        hidden = activation_spec(config, device)
+        hidden = activation_spec(config.model, config.parallel, config.train, device=device)
         graphs = StepGraphs(config, eager, program=program, hidden=hidden)
     return Trainer(
         config=config,
@@ -331,26 +332,22 @@ def build_trainer(
         eager=eager,
         graphs=graphs,
         device=device,
-        routing=_attach_tape(config, chunks, rank=groups.rank),
+        routing=_attach_tape(config.debug, recorded_settings(config), chunks, rank=groups.rank),
         num_params=num_params,
         calls=calls,
         first_bytes=first_bytes,
     )
 
 
-def _optimizer_options(config: ResolvedConfig, *, per_token: bool) -> OptimizerOptions:
-    """Return the options of the optimizer.
+def _optimizer_options(optimizer: OptimizerConfig, num_summed: int) -> OptimizerOptions:
+    """Return the options of the optimizer, for gradients of sums over ``num_summed`` tokens.
 
     With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
     scale of the mean would overflow in the first steps.
     """
-    options = config.optimizer.options()
-    if not per_token:
-        return options
-    tokens = config.train.global_batch_size * config.model.seq_length
-    return replace(
-        options, loss_scale=max(1.0, options.loss_scale / 2.0 ** math.ceil(math.log2(tokens)))
-    )
+    options = optimizer.options()
+    scale = options.loss_scale / 2.0 ** math.ceil(math.log2(num_summed))
+    return replace(options, loss_scale=max(1.0, scale))
 
 
 def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:
@@ -400,7 +397,7 @@ def _make_executor(
     activation = activation_specs(config, device)
     receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
     program = schedule.program(
-        groups.pp.position, receives=receives, recompute=train_recompute(config)
+        groups.pp.position, receives=receives, recompute=train_recompute(config.train)
     )
     executor = PipelineExecutor(
         program,
@@ -433,7 +430,7 @@ def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None
     if world_size == 1:
         return ProcessGroups.single()
     return ProcessGroups.create(
-        make_topology(config, world_size),
+        make_topology(config.parallel, world_size),
         timeout_s=config.run.timeout_s,
         host_memory=config.run.host_memory,
         pp_channels=config.pipeline.overlap_p2p and config.run.backend == "nccl",
@@ -443,19 +440,21 @@ def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None
     )
 
 
-def _attach_tape(config: ResolvedConfig, chunks: Sequence[Stage], *, rank: int) -> RoutingTape:
+def _attach_tape(
+    debug: DebugConfig, settings: Recorded, chunks: Sequence[Stage], *, rank: int
+) -> RoutingTape:
     """Create the routing recorder and replay of the configuration, and attach them to all routers.
 
     Args:
-        config: Resolved configuration.
+        debug: The ``[debug]`` section.
+        settings: Those that a replay must match.
         chunks: Model chunks of this rank.
         rank: Global rank of this process.
     """
-    debug = config.debug
     tape = RoutingTape(
         recorder=None
         if debug.record_routing is None
-        else RoutingRecorder(Path(debug.record_routing), recorded_settings(config), rank=rank),
+        else RoutingRecorder(Path(debug.record_routing), settings, rank=rank),
         replay=None if debug.replay_routing is None else RoutingReplay(Path(debug.replay_routing)),
     )
     if tape != RoutingTape():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain.config import ResolvedConfig
+from megacore.pipeline import Recompute, Schedule
 from megatrain.plan.device import load_device, match_device
 from megatrain.plan.layout import train_recompute
 from megatrain.plan.spec_from_config import model_spec, run_spec
@@ -40,11 +40,14 @@ class RunWatch:
         self._flops = self._recomputed = 0.0
         self._peak: float | None = None
         if config.model.factory is None:  # operations of a model of one's own are not known
-            spec = model_spec(config)
+            spec = model_spec(config.model, config.moe)
             self._flops = spec.flops_per_token
             again = spec.recomputed_flops_per_token(config.train.recomputed)
-            self._recomputed = again * _recomputed_share(trainer) if again else 0.0
-            self._peak = peak_flops(config, self._device)
+            recompute = train_recompute(config.train)
+            if again and recompute is not None:
+                self._recomputed = again * _recomputed_share(trainer.schedule, recompute)
+            calibration = calibration_name(config.run.calibration, self._device)
+            self._peak = peak_flops(calibration, run_spec(config, 1).precision)
         kinds = ("allocated", "reserved") if self._device.type == "cuda" else ("resident", "shared")
         self._memory_names = [f"memory_{kind}_bytes" for kind in (*kinds, "peak")]
         # On a GPU the host does not wait; without exchanges there are no waits.
@@ -109,31 +112,32 @@ class RunWatch:
         return {"slowest_rank": rank, "slowest_rank_ratio": highest / mean} if mean else {}
 
 
-def peak_flops(config: ResolvedConfig, device: torch.device) -> float | None:
-    """Return the peak of matrix products in the number format of the run; ``None`` if unknown.
+def peak_flops(calibration: str | None, precision: str) -> float | None:
+    """Return the peak of matrix products in a number format; ``None`` if unknown.
+
+    Args:
+        calibration: From `calibration_name`.
+        precision: Such as ``bf16``.
 
     Raises:
-        ConfigError: If ``run.calibration`` names no calibration.
+        ConfigError: If there is no such calibration.
     """
-    name = calibration_name(config, device)
-    if name is None:
+    if calibration is None:
         return None
-    return load_device(name).peak_flops(run_spec(config, 1).precision) or None
+    return load_device(calibration).peak_flops(precision) or None
 
 
-def calibration_name(config: ResolvedConfig, device: torch.device) -> str | None:
+def calibration_name(calibration: str | None, device: torch.device) -> str | None:
     """Return ``run.calibration``, or that of the GPU's name; ``None`` if there is neither."""
-    if config.run.calibration is None and device.type == "cuda":
+    if calibration is None and device.type == "cuda":
         return match_device(torch.cuda.get_device_name(device))
-    return config.run.calibration
+    return calibration
 
 
-def _recomputed_share(trainer: Trainer) -> float:
+def _recomputed_share(schedule: Schedule, recompute: Recompute) -> float:
     """Return the share of forward passes that are repeated."""
-    recompute = train_recompute(trainer.config)
-    if recompute is None or recompute.keep == 0:
+    if recompute.keep == 0:
         return 1.0
-    schedule = trainer.schedule
     num_dropped = sum(
         len(schedule.program(rank, recompute=recompute).dropped)
         for rank in range(schedule.num_ranks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megacore.errors import ConfigError, MegacoreError
-from megatrain.config import ResolvedConfig
+from megatrain.config import RunConfig
 from megatrain.files import describe_os_error
 from megatrain.train.metrics import MetricsWriter, StepRecord
 
@@ -26,13 +26,13 @@ class Writer(Protocol):
         """Flush and close."""
 
 
-def check_writers(config: ResolvedConfig) -> None:
+def check_writers(names: Sequence[str]) -> None:
     """Check that the packages of ``run.writers`` are installed.
 
     Raises:
         ConfigError: If one is missing.
     """
-    for name in config.run.writers:
+    for name in names:
         spec = importlib.util.find_spec(name)
         # A folder of that name in the working directory would be found too, without an origin.
         if spec is None or spec.origin is None:
@@ -46,12 +46,13 @@ class RunFileGuard:
     """Policy for files of a run that cannot be written, such as on a full disk.
 
     Args:
-        config: Resolved configuration; ``checkpoint.on_failure`` decides.
         note: Prints one line for the user.
+        tolerant: Note an error, as ``checkpoint.on_failure = "continue"`` asks for; else it ends
+            the run.
     """
 
-    def __init__(self, config: ResolvedConfig, note: Callable[[str], None]) -> None:
-        self._tolerant = config.checkpoint.on_failure == "continue"
+    def __init__(self, note: Callable[[str], None], *, tolerant: bool) -> None:
+        self._tolerant = tolerant
         self._note = note
         self._noted: set[str] = set()
 
@@ -88,16 +89,23 @@ class RunWriters:
         MegacoreError: If Weights & Biases refuses to start.
     """
 
-    def __init__(self, config: ResolvedConfig, *, first_step: int, guard: RunFileGuard) -> None:
-        directory = Path(config.run.dir)
+    def __init__(
+        self,
+        run: RunConfig,
+        settings: Mapping[str, Any],
+        *,
+        first_step: int,
+        guard: RunFileGuard,
+    ) -> None:
+        directory = Path(run.dir)
         self._guard = guard
         path = directory / "metrics.jsonl"
         self._writers: dict[str, Writer] = {path.name: MetricsWriter(path, resume_step=first_step)}
-        if "tensorboard" in config.run.writers:
+        if "tensorboard" in run.writers:
             folder = directory / "tensorboard"
             self._writers["tensorboard"] = TensorBoardWriter(folder, first_step=first_step)
-        if "wandb" in config.run.writers:
-            self._writers["wandb"] = WandbWriter(config, directory, resumed=first_step > 0)
+        if "wandb" in run.writers:
+            self._writers["wandb"] = WandbWriter(directory, settings, resumed=first_step > 0)
 
     def write(self, record: StepRecord) -> None:
         """Write a record with every writer."""
@@ -142,15 +150,15 @@ class WandbWriter:
     A resumed run continues the same run there, whose id is in ``<run.dir>/wandb/id``.
 
     Args:
-        config: Resolved configuration.
-        directory: Folder of the run.
+        directory: Folder of the run, which is called as it.
+        settings: The resolved configuration as JSON values.
         resumed: Whether to continue a run.
 
     Raises:
         MegacoreError: If it does not start, for example without an API key.
     """
 
-    def __init__(self, config: ResolvedConfig, directory: Path, *, resumed: bool) -> None:
+    def __init__(self, directory: Path, settings: Mapping[str, Any], *, resumed: bool) -> None:
         import wandb
 
         file = directory / "wandb" / "id"
@@ -160,11 +168,11 @@ class WandbWriter:
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "megacore"),
-                name=config.run.name,
+                name=directory.absolute().name,
                 id=file.read_text(),
                 resume="allow",
                 dir=str(directory),
-                config=config.model_dump(mode="json"),
+                config=dict(settings),
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:

@@ -13,7 +13,7 @@ from megacore.errors import ConfigError
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint.changes import compare_settings
 from megatrain.checkpoint.run_folder import hold_folders, make_place
-from megatrain.config import Config
+from megatrain.config.resolved import ResolvedCheckpointConfig
 from tests.support.checkpoints import ThreadWorld
 
 GROUPS = ProcessGroups.single()
@@ -28,13 +28,11 @@ RESULTS = (
 )
 
 
-def _config(run: Path, checkpoints: Path | None = None, *, interval: int = 0) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": str(run)},
-            "checkpoint": {"dir": str(checkpoints or run / "checkpoints"), "interval": interval},
-        }
-    )
+def _folders(
+    run: Path, checkpoints: Path | None = None, *, interval: int = 0
+) -> tuple[Path, ResolvedCheckpointConfig]:
+    folder = str(checkpoints or run / "checkpoints")
+    return run, ResolvedCheckpointConfig(dir=folder, interval=interval)
 
 
 def _leave_results(run: Path, text: str = "former") -> None:
@@ -59,7 +57,7 @@ def _tree(folder: Path) -> set[str]:
 
 def test_a_new_folder_needs_no_place(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    assert make_place(_config(tmp_path), None, GROUPS) == ()
+    assert make_place(*_folders(tmp_path), None, GROUPS) == ()
     assert _tree(tmp_path) == {"notes.txt"}
 
 
@@ -72,7 +70,7 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
     for name in further:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x")
-    [note] = make_place(_config(tmp_path), None, GROUPS)
+    [note] = make_place(*_folders(tmp_path), None, GROUPS)
     place = tmp_path / "previous-1"
     assert note == (
         f"results of an earlier run were moved to {place}; to continue it, start with "
@@ -87,7 +85,7 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
 def test_each_former_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     for text in ("first", "second"):
         _leave_results(tmp_path, text)
-        make_place(_config(tmp_path), None, GROUPS)
+        make_place(*_folders(tmp_path), None, GROUPS)
     assert (tmp_path / "previous-1" / "metrics.jsonl").read_text() == "first"
     assert (tmp_path / "previous-2" / "metrics.jsonl").read_text() == "second"
 
@@ -95,14 +93,14 @@ def test_each_former_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_an_empty_metrics_file_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.toml").write_text("")
-    assert make_place(_config(tmp_path), None, GROUPS) == ()
+    assert make_place(*_folders(tmp_path), None, GROUPS) == ()
 
 
 def test_checkpoints_elsewhere_stay_on_their_disk(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "big"
     _leave_results(run)
     _leave_checkpoint(elsewhere)
-    [note] = make_place(_config(run, elsewhere), None, GROUPS)
+    [note] = make_place(*_folders(run, elsewhere), None, GROUPS)
     assert f"{elsewhere / 'previous-1'} and {run / 'previous-1'};" in note
     assert _tree(elsewhere) == {"previous-1/latest", "previous-1/step_00000007/index.json"}
 
@@ -112,21 +110,23 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
     run.mkdir()
     _leave_checkpoint(elsewhere)
     (run / "checkpoints").symlink_to(elsewhere)
-    make_place(_config(run), None, GROUPS)
+    make_place(*_folders(run), None, GROUPS)
     assert (run / "checkpoints").is_symlink()
     assert _tree(elsewhere) == {"previous-1/latest", "previous-1/step_00000007/index.json"}
 
 
 def test_checkpoints_elsewhere_are_left_alone_by_a_run_that_saves_none(tmp_path: Path) -> None:
     found = _leave_checkpoint(tmp_path / "big")
-    assert make_place(_config(tmp_path / "run", tmp_path / "big", interval=-1), None, GROUPS) == ()
+    assert (
+        make_place(*_folders(tmp_path / "run", tmp_path / "big", interval=-1), None, GROUPS) == ()
+    )
     assert found.exists()
 
 
 def test_a_folder_for_results_and_checkpoints_alike(tmp_path: Path) -> None:
     _leave_results(tmp_path)
     _leave_checkpoint(tmp_path)
-    make_place(_config(tmp_path, tmp_path), None, GROUPS)
+    make_place(*_folders(tmp_path, tmp_path), None, GROUPS)
     assert {path.name for path in tmp_path.iterdir()} == {"previous-1"}
     assert "step_00000007/index.json" in _tree(tmp_path / "previous-1")
 
@@ -135,23 +135,23 @@ def test_continuing_moves_nothing_also_with_another_checkpoint_folder(tmp_path: 
     run = tmp_path / "run"
     _leave_results(run)
     found = _leave_checkpoint(run / "checkpoints")
-    for config in (_config(run), _config(run, tmp_path / "another-disk")):
-        assert make_place(config, found, GROUPS) == ()
+    for folders in (_folders(run), _folders(run, tmp_path / "another-disk")):
+        assert make_place(*folders, found, GROUPS) == ()
     assert (run / "metrics.jsonl").exists()
     outside = _leave_checkpoint(tmp_path / "big")
-    assert make_place(_config(run, tmp_path / "big"), outside, GROUPS) == ()
+    assert make_place(*_folders(run, tmp_path / "big"), outside, GROUPS) == ()
 
 
 def test_starting_from_another_run_moves_what_is_here_but_not_its_source(tmp_path: Path) -> None:
     run = tmp_path / "run"
     _leave_results(run)
     source = _leave_checkpoint(tmp_path / "other" / "checkpoints")
-    assert make_place(_config(run), source, GROUPS) != ()
+    assert make_place(*_folders(run), source, GROUPS) != ()
     assert source.exists()
     # One of the runs that were here before is another run, too.
     _leave_results(run)
     source = _leave_checkpoint(run / "previous-1" / "checkpoints")
-    [note] = make_place(_config(run), source, GROUPS)
+    [note] = make_place(*_folders(run), source, GROUPS)
     assert note.endswith(str(run / "previous-2"))
     assert source.exists()
 
@@ -164,12 +164,12 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path: Pa
         rf"another run \(pid {os.getpid()} on host .+\) is writing to run\.dir {tmp_path}; wait"
     )
     with (
-        hold_folders(_config(tmp_path), GROUPS),
+        hold_folders(*_folders(tmp_path), GROUPS),
         pytest.raises(ConfigError, match=message),
-        hold_folders(_config(tmp_path), GROUPS),
+        hold_folders(*_folders(tmp_path), GROUPS),
     ):
         pytest.fail("both runs are in")
-    with hold_folders(_config(tmp_path), GROUPS):
+    with hold_folders(*_folders(tmp_path), GROUPS):
         pass
 
 
@@ -177,24 +177,24 @@ def test_every_rank_is_told_of_the_other_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def message(groups: ProcessGroups) -> str:
-        with pytest.raises(ConfigError) as caught, hold_folders(_config(tmp_path), groups):
+        with pytest.raises(ConfigError) as caught, hold_folders(*_folders(tmp_path), groups):
             pytest.fail("both runs are in")
         return str(caught.value)
 
-    with hold_folders(_config(tmp_path), GROUPS):
+    with hold_folders(*_folders(tmp_path), GROUPS):
         [told] = set(ThreadWorld(monkeypatch, tp=1, dp=3).run(message))
     assert told.startswith("another run (pid ")
 
 
 def test_two_runs_with_one_checkpoint_folder_are_refused(tmp_path: Path) -> None:
     with (
-        hold_folders(_config(tmp_path / "a", tmp_path / "big"), GROUPS),
+        hold_folders(*_folders(tmp_path / "a", tmp_path / "big"), GROUPS),
         pytest.raises(ConfigError, match=r"is writing to checkpoint\.dir .*/big; wait"),
-        hold_folders(_config(tmp_path / "b", tmp_path / "big"), GROUPS),
+        hold_folders(*_folders(tmp_path / "b", tmp_path / "big"), GROUPS),
     ):
         pytest.fail("both runs are in")
     # What the refused run held already is free again.
-    with hold_folders(_config(tmp_path / "b"), GROUPS):
+    with hold_folders(*_folders(tmp_path / "b"), GROUPS):
         pass
 
 
@@ -202,19 +202,19 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
-        with hold_folders(_config(tmp_path), GROUPS):
+        with hold_folders(*_folders(tmp_path), GROUPS):
             os.write(told, b"x")
             signal.pause()
         os._exit(1)
     os.read(ready, 1)
     with (
         pytest.raises(ConfigError, match=f"pid {child} on"),
-        hold_folders(_config(tmp_path), GROUPS),
+        hold_folders(*_folders(tmp_path), GROUPS),
     ):
         pytest.fail("both runs are in")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with hold_folders(_config(tmp_path), GROUPS):
+    with hold_folders(*_folders(tmp_path), GROUPS):
         pass
 
 

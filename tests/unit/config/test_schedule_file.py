@@ -73,7 +73,7 @@ def test_a_file_has_all_facts_of_the_named_schedule(tmp_path: Path, name: str) -
     assert train_schedule(config, 2).name == "own"
     for fact in ("chunks", "stages_per_rank", "copies", "is_v"):
         assert getattr(config.pipeline, fact) == getattr(named.pipeline, fact), fact
-    assert stages_of_ranks(config) == stages_of_ranks(named)
+    assert stages_of_ranks(config.pipeline, pp) == stages_of_ranks(named.pipeline, pp)
     spec, of_name = run_spec(config, 2), run_spec(named, 2)
     assert rank_stages(spec) == rank_stages(of_name)
     ones = [1.0] * wanted.num_stages

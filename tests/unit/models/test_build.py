@@ -65,9 +65,9 @@ def test_the_second_of_two_copies_goes_up_the_ranks() -> None:
         assert torch.equal(hidden, whole_model(model)(None, batch))
     for rank in range(4):
         # The embedding comes first also where the copy that ends here has the lower number.
-        order = in_model_order(config, groups[rank], per_rank[rank])
+        order = in_model_order(config.pipeline, groups[rank].pp)
         assert order == ([0, 1] if rank < 2 else [1, 0])
-        pair = in_model_order(config, groups[3 - rank], per_rank[3 - rank])
+        pair = in_model_order(config.pipeline, groups[3 - rank].pp)
         mine, theirs = (
             [(info, param) for number in numbers for info, param in chunks[number].param_infos()]
             for numbers, chunks in ((order, per_rank[rank]), (pair, per_rank[3 - rank]))

@@ -34,7 +34,9 @@ def test_a_fitted_rate_is_the_one_that_made_the_times(key: str, rate: float) -> 
     for hidden in (128, 256):
         experts = {"moe": _EXPERTS} if key == "grouped_efficiency" else {}
         config = _config({**_small(hidden, dtype, 4096), **experts})
-        costs = LayerCosts(model_spec(config), run_spec(config, 1), replace(HOST, **{key: rate}))
+        costs = LayerCosts(
+            model_spec(config.model, config.moe), run_spec(config, 1), replace(HOST, **{key: rate})
+        )
         cases.append((part, config, part(costs)))
     assert _fitted_rate(HOST, key, cases) == pytest.approx(rate, rel=1e-3)
 

@@ -23,7 +23,8 @@ from tests.support.models import random_batch
 
 
 def spec_of(**sections: dict[str, Any]) -> ModelSpec:
-    return model_spec(resolve(Config(**sections), 1, vocab_size=256, cuda=False))
+    config = resolve(Config(**sections), 1, vocab_size=256, cuda=False)
+    return model_spec(config.model, config.moe)
 
 
 LLAMA_8B = {
@@ -186,7 +187,7 @@ def test_torch_counts_the_same(
     counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
     with counter, sdpa_kernel(SDPBackend.MATH):  # torch does not count the CPU's other kernel
         chunk(None, batch).backward()
-    spec = model_spec(config)
+    spec = model_spec(config.model, config.moe)
     attention = spec.recomputed_flops_per_token({"attention"})
     tokens = batch.tokens.numel()
     assert counter.get_total_flops() == tokens * (spec.flops_per_token + 3 * attention)

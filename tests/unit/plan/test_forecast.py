@@ -194,7 +194,8 @@ def test_predictions_place_stages_as_runs_do(pipeline: dict[str, str]) -> None:
     sections = {"pipeline": pipeline, "parallel": {"pp": 2}}
     config = resolve(Config(**sections), 2, vocab_size=256, cuda=False)  # type: ignore[arg-type]
     found = rank_stages(run_spec(config, 2))
-    assert [sorted(stages) for stages in found] == [sorted(s) for s in stages_of_ranks(config)]
+    of_run = stages_of_ranks(config.pipeline, 2)
+    assert [sorted(stages) for stages in found] == [sorted(s) for s in of_run]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,11 @@ def test_predictions_simulate_the_schedule_of_the_run(
         **{f"pipeline.{name}": text for name, text in options.items()},
     }  # fmt: skip
     config = resolve(load_config(None, list(settings.items())), 8, vocab_size=256, cuda=False)
-    model, spec, device = model_spec(config), run_spec(config, 8), load_device("h100")
+    model, spec, device = (
+        model_spec(config.model, config.moe),
+        run_spec(config, 8),
+        load_device("h100"),
+    )
     predicted, trained = step_time(model, spec, device).schedule, train_schedule(config, 8)
     assert predicted == trained
     # Microbatches that each rank holds, from what it would keep of each of its stages.
@@ -241,9 +246,11 @@ def test_state_bytes_are_those_of_the_buffers(sections: dict[str, dict[str, obje
     # The shape of the time model leaves out biases, sinks and wide norms.
     small = {"norm", "norm_position", "attention_sinks"}
     if not small & sections["model"].keys():
-        assert model_spec(config).num_params == plan.num_params
+        assert model_spec(config.model, config.moe).num_params == plan.num_params
     spec = run_spec(config, gpus)
-    found = forecast(model_spec(config), spec, load_device("h100"), state_bytes(config, gpus))
+    found = forecast(
+        model_spec(config.model, config.moe), spec, load_device("h100"), state_bytes(config, gpus)
+    )
     assert len(found.ranks) == len(plan.ranks)
     assert found.step.seconds > 0
 

@@ -40,7 +40,7 @@ def test_there_are_recipes_for_every_model() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_has_the_published_size(path: Path) -> None:
     config = resolve_for_plan(load_config(path, []), gpus_of(path))
-    model = model_spec(config)
+    model = model_spec(config.model, config.moe)
     without_mtp = replace(model, num_mtp_layers=0, moe_layers=model.moe_layers[: model.num_layers])
     assert without_mtp.num_params == PUBLISHED[path.stem.rpartition("-")[0]]
 
@@ -69,7 +69,9 @@ def test_a_recipe_is_near_the_best_of_the_search(
     config = resolve_for_plan(load_config(path, []), gpus_of(path))
     given = run_spec(config, gpus_of(path))
     base = replace(given, stages=(), overlap=frozenset(), group_size=None)
-    best = search(model_spec(config), base, load_device("h100"), simulate=50).best[0]
+    best = search(
+        model_spec(config.model, config.moe), base, load_device("h100"), simulate=50
+    ).best[0]
     assert main(["plan", str(path), "--gpus", str(gpus_of(path)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] < 1.03 * best.step.seconds
 

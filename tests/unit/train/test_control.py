@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.errors import DivergedError
-from megatrain.config import Config, resolve
+from megatrain.config import CheckpointConfig, RunConfig, TrainSectionConfig
 from megatrain.train.control import NUM_VOTES, SPIKE_START, RunControl
 from tests.support.configs import rank_context
 
@@ -23,8 +23,13 @@ def _control(
 ) -> RunControl:
     context = rank_context(rank, WORLD)
     context.stop.signal = number
-    config = resolve(Config(**sections), 1, vocab_size=256, cuda=False)
-    return RunControl(config, context, started=started)
+    return RunControl(
+        TrainSectionConfig(**sections.get("train", {})),
+        RunConfig(**sections.get("run", {})),
+        context,
+        save_interval_s=CheckpointConfig(**sections.get("checkpoint", {})).interval_s,
+        started=started,
+    )
 
 
 def _sum(controls: list[RunControl]) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from megatrain.plan.device import load_device
 from megatrain.plan.spec_from_config import model_spec
 from megatrain.train.step import NUM_REPORTS
 from megatrain.train.trainer import Trainer, build_trainer
-from megatrain.train.watch import INTERVAL, RunWatch, peak_flops
+from megatrain.train.watch import INTERVAL, RunWatch, calibration_name, peak_flops
 from tests.support.configs import FOUR_LAYERS, changed_config
 
 BASE: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def test_speed_is_that_of_the_formula() -> None:
     watch = RunWatch(trainer)
     values = run(trainer, watch, 0)
     tokens_per_s = 8 * 16 / values["step_time_s"]
-    flops = model_spec(trainer.config).flops_per_token
+    flops = model_spec(trainer.config.model, trainer.config.moe).flops_per_token
     assert values["tokens_per_s"] == values["tokens_per_s_per_device"] == tokens_per_s
     assert values["tflops_per_device"] == pytest.approx(tokens_per_s * flops / 1e12)
     assert values["mfu"] == pytest.approx(tokens_per_s * flops / 989e12)
@@ -48,10 +48,9 @@ def test_speed_is_that_of_the_formula() -> None:
 
 def test_the_peak_is_that_of_the_number_format() -> None:
     h100, cpu = load_device("h100"), torch.device("cpu")
-    for dtype, peak in (("bfloat16", h100.peak_bf16), ("float32", h100.peak_fp32)):
-        config = changed_config(1, BASE, {"run.calibration": "h100", "train.dtype": dtype})
-        assert peak_flops(config, cpu) == peak
-    assert peak_flops(changed_config(1, BASE, {}), cpu) is None
+    for precision, peak in (("bf16", h100.peak_bf16), ("fp32", h100.peak_fp32)):
+        assert peak_flops(calibration_name("h100", cpu), precision) == peak
+    assert peak_flops(calibration_name(None, cpu), "bf16") is None
 
 
 def test_recomputation_counts_in_hfu_only() -> None:
@@ -61,7 +60,7 @@ def test_recomputation_counts_in_hfu_only() -> None:
             run__calibration="h100", train__recompute=["full"], train__recompute_keep=keep
         )
         values = run(trainer, RunWatch(trainer), 0)
-        spec = model_spec(trainer.config)
+        spec = model_spec(trainer.config.model, trainer.config.moe)
         again = spec.recomputed_flops_per_token({"layer"})
         expected = 1 + share * again / spec.flops_per_token
         assert values.get("hfu", values["mfu"]) == pytest.approx(values["mfu"] * expected)

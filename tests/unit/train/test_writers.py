@@ -16,7 +16,7 @@ import pytest
 
 from megacore.errors import ConfigError, MegacoreError
 from megatrain.cli import main
-from megatrain.config import Config
+from megatrain.config import Config, RunConfig
 from megatrain.train import loop as loop_module
 from megatrain.train import metrics as metrics_module
 from megatrain.train import writers as writers_module
@@ -27,15 +27,17 @@ from tests.support.jobs import start_function
 from tests.unit.train.test_metrics import _record
 
 
-def config_of(folder: Path, *names: str, on_failure: str = "stop") -> Config:
-    run = {"dir": str(folder), "writers": list(names)}
-    return Config(run=run, checkpoint={"on_failure": on_failure})
+def run_of(folder: Path, *names: str) -> RunConfig:
+    return RunConfig(dir=str(folder), writers=list(names))  # type: ignore[arg-type]
 
 
-def write(config: Config, records: list[StepRecord], *, first_step: int = 0) -> list[str]:
+def write(
+    run: RunConfig, records: list[StepRecord], *, first_step: int = 0, tolerant: bool = False
+) -> list[str]:
     notes: list[str] = []
-    guard = RunFileGuard(config, notes.append)
-    writers = RunWriters(config, first_step=first_step, guard=guard)
+    guard = RunFileGuard(notes.append, tolerant=tolerant)
+    settings = Config(run=run).model_dump(mode="json")
+    writers = RunWriters(run, settings, first_step=first_step, guard=guard)
     for record in records:
         writers.write(record)
     writers.close(failed=False)
@@ -46,10 +48,10 @@ def test_tensorboard_has_the_numbers_of_the_table(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = config_of(tmp_path, "tensorboard")
+    run = run_of(tmp_path, "tensorboard")
     record = _record(0, mfu=0.4, validation_losses={"a": 1.0, "b": 2.0}, time_data_s=0.25)
-    write(config, [record, _record(1), _record(2)])
-    write(config, [_record(2, loss=9.0)], first_step=2)  # resumed: the third step again
+    write(run, [record, _record(1), _record(2)])
+    write(run, [_record(2, loss=9.0)], first_step=2)  # resumed: the third step again
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) >= set(record.scalars())
     assert "validation/validation_losses/b" in record.scalars()
@@ -60,12 +62,12 @@ def test_tensorboard_has_the_numbers_of_the_table(tmp_path: Path) -> None:
 
 def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    config = config_of(tmp_path, "wandb")
+    section = run_of(tmp_path, "wandb")
 
     def run() -> int:
         os.environ["WANDB_MODE"] = "offline"
-        write(config, [_record(0, mfu=0.4), _record(1)])
-        write(config, [_record(1)], first_step=1)
+        write(section, [_record(0, mfu=0.4), _record(1)])
+        write(section, [_record(1)], first_step=1)
         return 0
 
     ended = start_function(run, tmp_path).finish()
@@ -86,7 +88,7 @@ def test_weights_and_biases_without_a_key_is_one_sentence(tmp_path: Path) -> Non
         os.environ |= {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": "/dev/null"}
         os.environ.pop("WANDB_API_KEY", None)
         try:
-            write(config_of(tmp_path, "wandb"), [])
+            write(run_of(tmp_path, "wandb"), [])
         except MegacoreError as error:
             print(error)
             return 7
@@ -99,28 +101,26 @@ def test_weights_and_biases_without_a_key_is_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_one_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         writers_module.importlib.util, "find_spec", lambda n: None if n == name else find(n)
     )
     with pytest.raises(ConfigError, match=rf'pip install "megacore\[{name}\]"'):
-        check_writers(config_of(tmp_path, name))
-    check_writers(config_of(tmp_path))
+        check_writers([name])
+    check_writers([])
     # A folder in the working directory, such as Weights & Biases makes, is no package.
     monkeypatch.setattr(
         writers_module.importlib.util, "find_spec", lambda n: ModuleSpec(n, None, is_package=True)
     )
     with pytest.raises(ConfigError):
-        check_writers(config_of(tmp_path, name))
+        check_writers([name])
 
 
 def test_a_full_disk_is_one_note_and_later_records_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(tmp_path, on_failure="continue")
+    run = run_of(tmp_path)
     full = {3, 4, 5}
     original = MetricsWriter.write
 
@@ -130,7 +130,7 @@ def test_a_full_disk_is_one_note_and_later_records_are_written(
         original(writer, record)
 
     monkeypatch.setattr(MetricsWriter, "write", write_unless_full)
-    notes = write(config, [_record(step) for step in range(7)])
+    notes = write(run, [_record(step) for step in range(7)], tolerant=True)
     assert len(notes) == 1
     assert "metrics.jsonl cannot be written now" in notes[0]
     assert "No space left on device" in notes[0]
@@ -145,8 +145,8 @@ def test_a_full_disk_ends_the_run_by_default(
         raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
 
     monkeypatch.setattr(MetricsWriter, "write", fail)
-    config = config_of(tmp_path)
-    writers = RunWriters(config, first_step=0, guard=RunFileGuard(config, pytest.fail))
+    guard = RunFileGuard(pytest.fail, tolerant=False)
+    writers = RunWriters(run_of(tmp_path), {}, first_step=0, guard=guard)
     with pytest.raises(MegacoreError, match=r"No space left.*on_failure = .continue"):
         writers.write(_record(0))
     writers.close(failed=True)
