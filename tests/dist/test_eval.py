@@ -72,7 +72,10 @@ def test_a_run_has_the_validation_losses_of_its_training(
         sets.append({"path": str(tmp_path / f"{name}.txt"), "weight": ord(name)})
     base: dict[str, dict[str, Any]] = {
         "model": dict(FOUR_LAYERS),
-        "moe": {"num_experts": 4, "ffn_hidden_size": 16, "expert_bias": True},
+        "moe": {
+            **{"num_experts": 4, "ffn_hidden_size": 16, "expert_bias": True},
+            **{"dispatcher": "static", "static_transport": "collective"},
+        },
         "train": {"steps": 3, "global_batch_size": 8, "microbatch_size": 2, "eval_interval": 3},
         "data": {"source": str(tmp_path / "a.txt"), "validation": sets},
         "run": {"dir": str(tmp_path / "run"), "plain": True},
@@ -88,6 +91,7 @@ def test_a_run_has_the_validation_losses_of_its_training(
     assert losses == trained["validation_losses"]
     assert got["step"] == 3
     split = [("parallel.tp", "2"), ("parallel.ep", "2"), ("parallel.etp", "1")]
+    split.append(("moe.dispatcher", "alltoall"))
     other = run_ranks(2, found, 2, tmp_path / "run" / "checkpoints", split, None)[0]
     assert other["loss"] == pytest.approx(got["loss"], rel=1e-5)
 

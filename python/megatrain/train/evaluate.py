@@ -11,7 +11,7 @@ from typing import Any
 
 from megacore.errors import ConfigError, DataError
 from megatrain.checkpoint import StoredWeights, read_index
-from megatrain.checkpoint.model_files import with_tokenizer_beside
+from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
@@ -26,6 +26,11 @@ from megatrain.train.trainer import build_trainer
 MAX_SEQ_LENGTH = 2048
 # Sections of a run that its evaluation uses; layout and files are chosen for the evaluation.
 _KEPT = ("model", "moe", "data", "train")
+# Settings in them that an evaluation has no use for.
+_OF_TRAINING = {
+    "moe": ("echo", "static_transport"),
+    "train": ("recompute", "recompute_keep", "callbacks"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +93,17 @@ def open_source(
         values["train"]["eval_interval"] = 1  # or too little validation data would be left out
     config = config_from_values(values, source=str(path), overrides=settings)
     if step is not None and "data.tokenizer" not in keys:
-        config = with_tokenizer_beside(config, path)
+        tokenizer = tokenizer_beside(config.data.tokenizer, path)
+        data_section = config.data.model_copy(update={"tokenizer": tokenizer})
+        config = config.model_copy(update={"data": data_section})
     return EvalSource(path=path, step=step, config=config, whole=whole)
 
 
 def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
     values = {section: dict(stored[section]) for section in _KEPT if section in stored}
-    values.get("moe", {}).pop("echo", None)
-    for name in ("recompute", "recompute_keep", "callbacks"):
-        values.get("train", {}).pop(name, None)
+    for section, names in _OF_TRAINING.items():
+        for name in names:
+            values.get(section, {}).pop(name, None)
     return values
 
 
