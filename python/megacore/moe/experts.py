@@ -97,7 +97,7 @@ class GroupedExperts(nn.Module):
         return result
 
     def _product(
-        self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows, **places: Any
+        self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows, **outputs: Any
     ) -> Tensor:
         main_grad = main_grad_of(weight)
         return self.product(
@@ -107,7 +107,7 @@ class GroupedExperts(nn.Module):
             main_grad=None if main_grad is None else main_grad.flatten(1, -2),
             clear_padding=arrived.num_rows is None,
             expected_rows=arrived.expected_rows,
-            **places,
+            **outputs,
         )
 
 
@@ -127,11 +127,11 @@ class ExpertBiases(nn.Module):
         self.num_shards = num_shards
 
     def forward(self, m_splits: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return the bias of ``fc1``, and this rank's part of that of ``fc2``, for each row."""
+        """Return the bias of ``fc1``, and this rank's share of that of ``fc2``, for each row."""
         ends = m_splits.cumsum(0)
         rows = torch.arange(num_rows, device=ends.device)
         experts = torch.searchsorted(ends, rows, right=True)
-        fc2: Tensor = _Part.apply(self.fc2, self.num_shards)  # type: ignore[no-untyped-call]
+        fc2: Tensor = _EqualShare.apply(self.fc2, self.num_shards)  # type: ignore[no-untyped-call]
         return _of_rows(self.fc1.flatten(1), experts), _of_rows(fc2, experts)
 
 
@@ -143,12 +143,12 @@ def _of_rows(bias: Tensor, experts: Tensor) -> Tensor:
     return rows
 
 
-class _Part(torch.autograd.Function):
-    """Equal part of a value that is summed over ranks, each of which has the sum's gradient."""
+class _EqualShare(torch.autograd.Function):
+    """Equal share of a value that is summed over ranks, each of which has the sum's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_parts: int) -> Tensor:  # noqa: ARG004
-        return x / num_parts
+    def forward(ctx: Any, x: Tensor, num_shares: int) -> Tensor:  # noqa: ARG004
+        return x / num_shares
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004

@@ -172,7 +172,7 @@ def test_torch_counts_the_same(
     model: dict[str, Any], moe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every product of a training step, with attention in full, of which the formula has half."""
-    monkeypatch.setattr(context_parallel, "_is_by_parts", lambda *_: False)
+    monkeypatch.setattr(context_parallel, "_is_by_tiles", lambda *_: False)
     config = resolve(Config(model=TINY | model, moe=moe), 1, vocab_size=64, cuda=False)
     chunk = GPTChunk(
         config.model,

@@ -1,8 +1,7 @@
 """The dispatchers that exchange rows by all-to-all: ``alltoall`` and ``static``.
 
 Shapes: T tokens of this rank, k experts per token, H features, E experts, L experts of this rank, G
-members of the group, P parts that the experts are divided into, M rows that arrive, R rows per
-member of a static buffer.
+members of the group, P ep positions, M rows that arrive, R rows per member of a static buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megacore.moe.dispatchers.base import (
     gather_counts,
     rows_of_copies,
 )
-from megacore.moe.dispatchers.capacity import Capacity, place_in_expert, rows_at
+from megacore.moe.dispatchers.capacity import Capacity, index_in_expert, rows_at
 from megacore.ops.permutation import (
     permute,
     permute_probs,
@@ -125,12 +124,12 @@ class AllToAllDispatcher(_ExchangeDispatcher):
         arriving_GL = gather_counts(counts_E, placement) if arriving is None else arriving()
         sent_P = counts_E.view(placement.ep_size, -1).sum(1)
         sent_G = _per_member(sent_P, placement)
-        first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
+        first_Tk = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
         num_dropped = copies_of(routing) - counts_E.sum()
         return DispatchPlan(
             probs=routing.probs,
             row_map=rows_of_copies(
-                (sorted_Tk - first_of_part).masked_fill(ids_Tk < 0, -1),
+                (sorted_Tk - first_Tk).masked_fill(ids_Tk < 0, -1),
                 ids_Tk,
                 sent_G.cumsum(0) - sent_G,
                 placement,
@@ -235,7 +234,7 @@ class StaticDispatcher(_ExchangeDispatcher):
         """Assign each copy a row of a fixed buffer. See `Dispatcher`."""
         placement, ids_Tk = self.placement, self._within_capacity(routing)
         num_limited = (ids_Tk >= 0).sum()
-        row_Tk, num_rows = self._rows_in_part(ids_Tk)
+        row_Tk, num_rows = self._rows_in_buffer(ids_Tk)
         first_row_G = torch.arange(placement.group.size, device=ids_Tk.device) * num_rows
         sent_Tk = ids_Tk.masked_fill(row_Tk < 0, -1)
         _, counts_E = sort_by_expert(sent_Tk, placement.num_experts)
@@ -257,18 +256,18 @@ class StaticDispatcher(_ExchangeDispatcher):
             return min(most, self._receive_rows(num_tokens, top_k))
         return buffer_rows(num_tokens, top_k, self.placement, self.budget, self.capacity)
 
-    def _rows_in_part(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
+    def _rows_in_buffer(self, ids_Tk: Tensor) -> tuple[Tensor, int]:
         """Compute the row of each copy in its member's buffer (-1: full) and the buffer's rows."""
         placement = self.placement
         num_rows = self.num_rows(*ids_Tk.shape)
         if self.capacity is not None and self.capacity.pad:
             per_expert = num_rows // placement.num_local
-            place = place_in_expert(ids_Tk, None)
-            return place_in_padded(ids_Tk, place, per_expert, placement.num_local), num_rows
+            index_Tk = index_in_expert(ids_Tk, None)
+            return row_in_padded(ids_Tk, index_Tk, per_expert, placement.num_local), num_rows
         sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
         sent_P = counts_E.view(placement.ep_size, -1).sum(1)
-        first_of_part = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
-        row_Tk = sorted_Tk - first_of_part
+        first_Tk = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]
+        row_Tk = sorted_Tk - first_Tk
         return row_Tk.masked_fill((ids_Tk < 0) | (row_Tk >= num_rows), -1), num_rows
 
     def _num_received(self, plan: DispatchPlan) -> int | None:
@@ -284,8 +283,8 @@ class StaticDispatcher(_ExchangeDispatcher):
         rows = torch.arange(num_rows, device=plan.arriving.device)
         if self.capacity is not None and self.capacity.pad:
             per_expert = num_rows // num_local
-            expert, place = rows // per_expert, rows % per_expert
-            filled = place < plan.arriving[:, expert]
+            expert, index = rows // per_expert, rows % per_expert
+            filled = index < plan.arriving[:, expert]
             return torch.where(filled, expert, -1).flatten()
         ends_GL = plan.arriving.cumsum(1)
         expert_GR = torch.searchsorted(
@@ -325,16 +324,16 @@ def static_receive_rows(
     )
 
 
-def place_in_padded(ids_Tk: Tensor, place_Tk: Tensor, per_expert: int, num_local: int) -> Tensor:
+def row_in_padded(ids_Tk: Tensor, index_Tk: Tensor, per_expert: int, num_local: int) -> Tensor:
     """Compute each copy's row in a buffer of ``per_expert`` rows per local expert; -1: none."""
-    rows = ids_Tk.clamp(min=0) % num_local * per_expert + place_Tk
+    rows = ids_Tk.clamp(min=0) % num_local * per_expert + index_Tk
     return rows.masked_fill(ids_Tk < 0, -1)
 
 
 def _per_member(values_P: Tensor, placement: ExpertPlacement) -> Tensor:
-    """Expand a value per part of the experts to a value per member, ``(G,)``."""
-    part_of = [0] * placement.group.size
-    for part, members in enumerate(placement.members):
+    """Expand a value per ep position to a value per member, ``(G,)``."""
+    ep_of = [0] * placement.group.size
+    for ep_position, members in enumerate(placement.members):
         for member in members:
-            part_of[member] = part
-    return values_P[constant(tuple(part_of), values_P.device)]
+            ep_of[member] = ep_position
+    return values_P[constant(tuple(ep_of), values_P.device)]

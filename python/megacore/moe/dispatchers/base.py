@@ -55,10 +55,10 @@ class ExpertPlacement:
 
     Attributes:
         group: The ``etp x ep`` ranks that hold all experts once.
-        members: Positions in ``group`` of the ranks that share each part of the experts: one row
-            per ep position, its etp ranks in order.
-        ep_position: Index of this rank's part.
-        num_experts: Experts of the layer, a multiple of the number of parts.
+        members: Positions in ``group`` of the ranks that share the experts of an ep position, one
+            row per position, its etp ranks in order.
+        ep_position: Position of this rank on the ep axis.
+        num_experts: Experts of the layer, a multiple of the ep size.
     """
 
     group: Group
@@ -106,7 +106,7 @@ class ExpertPlacement:
 
     @property
     def ep_size(self) -> int:
-        """Number of parts that the experts are divided into."""
+        """Number of ranks, or etp groups of ranks, that the experts are divided over."""
         return len(self.members)
 
     @property
@@ -409,12 +409,12 @@ def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
 
 
 def rows_of_copies(
-    row_in_part_Tk: Tensor, expert_ids_Tk: Tensor, first_row_G: Tensor, placement: ExpertPlacement
+    row_Tk: Tensor, expert_ids_Tk: Tensor, first_row_G: Tensor, placement: ExpertPlacement
 ) -> Tensor:
     """Build the row map of copies that are sent to all members that share their expert.
 
     Args:
-        row_in_part_Tk: Index of each copy among the copies for its part of the experts; -1: not
+        row_Tk: Index of each copy among the copies for the ep position of its expert; -1: not
             sent.
         expert_ids_Tk: Expert of each copy; arbitrary for copies that are not sent.
         first_row_G: First row for each member.
@@ -424,6 +424,6 @@ def rows_of_copies(
         ``(T, k * etp)``, int64.
     """
     members = constant(placement.members, expert_ids_Tk.device)
-    part_Tk = expert_ids_Tk.clamp(min=0) // placement.num_local
-    rows = first_row_G[members[part_Tk]] + row_in_part_Tk[..., None]
-    return rows.masked_fill((row_in_part_Tk < 0)[..., None], -1).flatten(1)
+    ep_Tk = expert_ids_Tk.clamp(min=0) // placement.num_local
+    rows = first_row_G[members[ep_Tk]] + row_Tk[..., None]
+    return rows.masked_fill((row_Tk < 0)[..., None], -1).flatten(1)

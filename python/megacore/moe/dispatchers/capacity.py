@@ -57,8 +57,8 @@ class Capacity:
             expert_ids_Tk: Expert of each copy; below 0 for padding.
             probs_Tk: Weight of each copy.
             num_experts: Number of experts.
-            num_copies: Copies that are not padding, int64 scalar, of which the fair share is a
-                part. Default: all.
+            num_copies: Copies that are not padding, int64 scalar, the total of the fair
+                shares. Default: all.
 
         Returns:
             Expert ids, -1 for dropped copies.
@@ -71,15 +71,15 @@ class Capacity:
         rows: int | Tensor = self.rows(expert_ids_Tk.numel(), num_experts)
         if num_copies is not None:
             factor = min(Fraction(str(self.factor)), Fraction(num_experts))
-            parts = factor.denominator * num_experts
-            rows = (num_copies * factor.numerator + parts - 1).div(parts, rounding_mode="floor")
+            shares = factor.denominator * num_experts
+            rows = (num_copies * factor.numerator + shares - 1).div(shares, rounding_mode="floor")
             rows = rows.clamp(min=1)
-        place = place_in_expert(expert_ids_Tk, probs_Tk if self.drop_by == "probs" else None)
-        return expert_ids_Tk.masked_fill(place >= rows, -1)
+        index = index_in_expert(expert_ids_Tk, probs_Tk if self.drop_by == "probs" else None)
+        return expert_ids_Tk.masked_fill(index >= rows, -1)
 
 
-def place_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
-    """Compute the rank of each copy among the copies of its expert, ``(T, k)``, from 0.
+def index_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
+    """Compute the index of each copy among the copies of its expert, ``(T, k)``, from 0.
 
     Args:
         expert_ids_Tk: Expert of each copy.
@@ -93,16 +93,16 @@ def place_in_expert(expert_ids_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
         order = by_weight[flat[by_weight].argsort(stable=True)]
     sorted_ids = flat[order]
     first = torch.searchsorted(sorted_ids, sorted_ids)
-    places = torch.arange(flat.shape[0], device=flat.device) - first
-    return torch.empty_like(flat).scatter_(0, order, places).view_as(expert_ids_Tk)
+    indices = torch.arange(flat.shape[0], device=flat.device) - first
+    return torch.empty_like(flat).scatter_(0, order, indices).view_as(expert_ids_Tk)
 
 
-def rows_at(factor: float, num_copies: int, num_parts: int) -> int:
-    """Compute ``ceil(factor * num_copies / num_parts)`` with the exact decimal value of the factor.
+def rows_at(factor: float, num_copies: int, num_shares: int) -> int:
+    """Compute ``ceil(factor * num_copies / num_shares)`` with the factor's exact decimal value.
 
     Example:
         >>> import math
         >>> rows_at(1.1, 100, 10), math.ceil(1.1 * 100 / 10)
         (11, 12)
     """
-    return math.ceil(Fraction(str(factor)) * num_copies / num_parts)
+    return math.ceil(Fraction(str(factor)) * num_copies / num_shares)

@@ -147,7 +147,7 @@ def _plan_cuda(
         on_host = _plan_cpu(
             counts.cpu(), num_spare_slots, planner, tolerance, min_imbalance, domain_size
         )
-        return tuple(part.to(counts.device) for part in on_host)
+        return tuple(each.to(counts.device) for each in on_host)
     counts = counts.contiguous()
     num_ranks, num_experts = counts.shape
     plan = _plan_fake(counts, num_spare_slots, planner, tolerance, min_imbalance, domain_size)
@@ -163,7 +163,7 @@ def _plan_cuda(
         tolerance_per_million=tolerance,
         min_imbalance_per_million=min_imbalance,
         domain_size=domain_size,
-        **{name: part.data_ptr() for name, part in zip(names, plan, strict=True)},
+        **{name: each.data_ptr() for name, each in zip(names, plan, strict=True)},
     )
     return plan
 

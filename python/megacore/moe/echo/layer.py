@@ -5,8 +5,7 @@ Every rank gathers the counts of all ranks, computes the same plan, and maps eac
 as experts, ``L + S`` on each rank. All steps run on the device.
 
 Shapes: T tokens of this rank, k choices per token, E experts, L experts and S slots of a rank, G
-members of the group that shares the experts, R parts that the experts are divided into
-(``G / etp``), P places of all ranks.
+members of the group that shares the experts, R ep positions (``G / etp``), P places of all ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Echo:
     Args:
         placement: Placement of the home experts.
         options: Slots and planner.
-        ep: The ranks of a plan: one per part of the experts, including this rank.
+        ep: The ranks of a plan: one per ep position, including this rank.
         slots: Memory for clones, shared by all layers.
         capacity: Limit of the copies per expert, applied before rerouting.
         budget: Limit of the rows that a rank can receive; ``None`` for no limit.
@@ -225,7 +224,7 @@ class Echo:
                 num_copies=routing.num_copies,
             )
         counts_GE = self._gather(sort_by_expert(ids_Tk, placement.num_experts)[1])
-        counts_RE, total, first = self._counts_of_parts(counts_GE)
+        counts_RE, total, first = self._counts_of_sources(counts_GE)
         plan = plan_offload_on_device(
             counts_RE,
             num_spare_slots=self.options.num_spare_slots,
@@ -249,15 +248,15 @@ class Echo:
 
     @property
     def _members_are_sources(self) -> bool:
-        """True if each part of the experts has one member, so plans have a row per member."""
+        """True if each ep position has one member, so plans have a row per member."""
         placement = self.placement
-        return placement.members == tuple((part,) for part in range(placement.ep_size))
+        return placement.members == tuple((at,) for at in range(placement.ep_size))
 
-    def _counts_of_parts(self, counts_GE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum counts over the members of each part of the experts.
+    def _counts_of_sources(self, counts_GE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum counts over the members of each ep position, the sources of a plan.
 
         Returns:
-            Counts of all parts ``(R, E)``, of this part ``(E,)``, and of its members before this
+            Counts of all sources ``(R, E)``, of this one ``(E,)``, and of its members before this
             one ``(E,)``.
         """
         placement, device = self.placement, counts_GE.device

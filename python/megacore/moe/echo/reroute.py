@@ -168,7 +168,7 @@ def _run(
     kernel: Callable[..., None], expert_ids: Tensor, probs: Tensor, *row: Tensor
 ) -> tuple[Tensor, Tensor]:
     expert_ids = expert_ids.contiguous()
-    total, first, slot_expert, tokens = (part.contiguous() for part in row)
+    total, first, slot_expert, tokens = (each.contiguous() for each in row)
     places = torch.empty_like(expert_ids)
     order = {}
     if expert_ids.is_cuda:

@@ -1,11 +1,11 @@
-"""Attention by parts of queries and keys, merged by the log-sum-exp of their scores.
+"""Attention by tiles of queries and keys, merged by the log-sum-exp of their scores.
 
-A part is unmasked, causal, or has a small mask that many parts share, so that no matrix of queries
+A tile is unmasked, causal, or has a small mask that many tiles share, so that no matrix of queries
 and keys is stored: memory is linear in the sequence. The backward pass computes the weights of each
-part again from the merged log-sum-exp, which makes it exact.
+tile again from the merged log-sum-exp, which makes it exact.
 
 Source:
-    Merging parts, and a backward pass from the log-sum-exp: Dao et al., "FlashAttention", 2022,
+    Merging tiles, and a backward pass from the log-sum-exp: Dao et al., "FlashAttention", 2022,
     arXiv:2205.14135, section 3.1 and appendix B.
 
 Shapes: S queries, T keys, B batch, N query heads, G heads of keys and values, D head dimension,
@@ -49,17 +49,17 @@ class ScoreRule:
 
 
 @dataclass(frozen=True)
-class Part:
+class Tile:
     """Queries that attend to a range of keys.
 
     Attributes:
         queries: First query, and the one after the last.
         keys: First key, and the one after the last.
-        causal: Query ``i`` of the part attends to its keys up to ``i``; as many keys as queries.
+        causal: Query ``i`` of the tile attends to its keys up to ``i``; as many keys as queries.
         mask: Added to the scores, ``(queries, keys)``; each query has a finite element.
 
     Raises:
-        ValueError: If the part has no query or no key, for which torch's kernel ends the process.
+        ValueError: If the tile has no query or no key, for which torch's kernel ends the process.
     """
 
     queries: tuple[int, int]
@@ -70,10 +70,10 @@ class Part:
     def __post_init__(self) -> None:
         for name, (first, last) in (("queries", self.queries), ("keys", self.keys)):
             if last <= first:
-                raise ValueError(f"a part of attention must have {name}, got [{first}, {last})")
+                raise ValueError(f"a tile of attention must have {name}, got [{first}, {last})")
 
-    def shifted(self, queries: int, keys: int) -> Part:
-        """Return the part with other indices of its first query and key."""
+    def shifted(self, queries: int, keys: int) -> Tile:
+        """Return the tile with other indices of its first query and key."""
         (first, last), (start, end) = self.queries, self.keys
         return replace(
             self, queries=(first + queries, last + queries), keys=(start + keys, end + keys)
@@ -89,7 +89,7 @@ class Bands:
     def of(self, window: int, like: Tensor) -> Tensor:
         """Return 0 inside a window and ``-inf`` outside, for the queries of the last keys.
 
-        A smaller mask is its lower right part.
+        A smaller mask is its lower right corner.
         """
         key = window, like.dtype, like.device
         if key not in self._made:
@@ -115,8 +115,8 @@ def visible(
     return (distance >= 0) & (distance < window)
 
 
-def causal_parts(num_queries: int, num_keys: int, band: Tensor | None = None) -> list[Part]:
-    """Return the parts of causal attention where the last query has the position of the last key.
+def causal_tiles(num_queries: int, num_keys: int, band: Tensor | None = None) -> list[Tile]:
+    """Return the tiles of causal attention where the last query has the position of the last key.
 
     Args:
         num_queries: Number of queries.
@@ -124,48 +124,48 @@ def causal_parts(num_queries: int, num_keys: int, band: Tensor | None = None) ->
         band: The mask of `Bands` for attention with a window.
 
     Example:
-        >>> [(part.keys, part.causal) for part in causal_parts(2, 5)]
+        >>> [(tile.keys, tile.causal) for tile in causal_tiles(2, 5)]
         [((0, 3), False), ((3, 5), True)]
     """
     before = num_keys - num_queries
     if num_queries == 1 and band is None:
-        return [Part((0, 1), (0, num_keys))]
+        return [Tile((0, 1), (0, num_keys))]
     if band is None:
-        own = Part((0, num_queries), (before, num_keys), causal=True)
-        return [Part((0, num_queries), (0, before)), own] if before else [own]
+        own = Tile((0, num_queries), (before, num_keys), causal=True)
+        return [Tile((0, num_queries), (0, before)), own] if before else [own]
     rows, width = band.shape
-    parts = []
+    tiles = []
     for first in range(0, num_queries, rows):
         last = min(first + rows, num_queries)
         start, end = max(0, before + first - (width - rows)), before + last
         mask = band[rows - (last - first) :, width - (end - start) :]
-        parts.append(Part((first, last), (start, end), mask=mask))
-    return parts
+        tiles.append(Tile((first, last), (start, end), mask=mask))
+    return tiles
 
 
-def attend_parts(
+def attend_tiles(
     q_SBND: Tensor,
     k_TBGD: Tensor,
     v_TBGE: Tensor,
-    parts: Sequence[Part],
+    tiles: Sequence[Tile],
     *,
     rule: ScoreRule,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of queries to the keys of all their parts.
+    """Compute attention of queries to the keys of all their tiles.
 
     Args:
         q_SBND: Queries.
         k_TBGD: Keys.
         v_TBGE: Values.
-        parts: Each query is in at least one; those of the same queries follow each other.
-        rule: Scale and soft cap of scores; the window is in the masks of the parts.
+        tiles: Each query is in at least one; those of the same queries follow each other.
+        rule: Scale and soft cap of scores; the window is in the masks of the tiles.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
 
     Returns:
         ``(S, B, N, E)``.
     """
-    arguments = q_SBND, k_TBGD, v_TBGE, sinks, parts, rule
+    arguments = q_SBND, k_TBGD, v_TBGE, sinks, tiles, rule
     mixed: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
     return mixed
 
@@ -178,25 +178,25 @@ class _Attention(torch.autograd.Function):
         k_TBGD: Tensor,
         v_TBGE: Tensor,
         sinks: Tensor | None,
-        parts: Sequence[Part],
+        tiles: Sequence[Tile],
         rule: ScoreRule,
     ) -> Tensor:
         kernel = kernel_for(q_SBND, v_TBGE, rule)
         length, batch, heads, _ = q_SBND.shape
         mixed_SBNE = q_SBND.new_empty(length, batch, heads, v_TBGE.shape[-1])
         lse_SBN = q_SBND.new_empty(length, batch, heads, dtype=wide_dtype(q_SBND))
-        for (first, last), same in groupby(parts, key=lambda part: part.queries):
+        for (first, last), same in groupby(tiles, key=lambda tile: tile.queries):
             merged = None
-            for part in same:
-                tensors = part_views(part, q_SBND, k_TBGD, v_TBGE)
-                merged = merge(merged, Mixed(*kernel.forward(*tensors, part)))
+            for tile in same:
+                tensors = tile_views(tile, q_SBND, k_TBGD, v_TBGE)
+                merged = merge(merged, Mixed(*kernel.forward(*tensors, tile)))
             assert merged is not None
             if sinks is not None:
                 merged = merged.with_sinks(sinks)
             mixed_SBNE[first:last] = merged.values.permute(2, 0, 1, 3)
             lse_SBN[first:last] = merged.lse.permute(2, 0, 1)
         ctx.save_for_backward(q_SBND, k_TBGD, v_TBGE, sinks, mixed_SBNE, lse_SBN)
-        ctx.parts, ctx.kernel = parts, kernel
+        ctx.tiles, ctx.kernel = tiles, kernel
         return mixed_SBNE
 
     @staticmethod
@@ -205,14 +205,14 @@ class _Attention(torch.autograd.Function):
         q_SBND, k_TBGD, v_TBGE, sinks, mixed_SBNE, lse_SBN = ctx.saved_tensors
         grad_SBNE = grad_SBNE.contiguous()
         dq, dk, dv = (_Sum(x) for x in (q_SBND, k_TBGD, v_TBGE))
-        for part in ctx.parts:
-            rows = slice(*part.queries)
+        for tile in ctx.tiles:
+            rows = slice(*tile.queries)
             grad, mixed = (x[rows].permute(1, 2, 0, 3) for x in (grad_SBNE, mixed_SBNE))
             lse = lse_SBN[rows].permute(1, 2, 0)
-            tensors = part_views(part, q_SBND, k_TBGD, v_TBGE)
-            grads = ctx.kernel.backward(grad, *tensors, mixed, lse, part)
+            tensors = tile_views(tile, q_SBND, k_TBGD, v_TBGE)
+            grads = ctx.kernel.backward(grad, *tensors, mixed, lse, tile)
             for total, added, where in zip(
-                (dq, dk, dv), grads, (part.queries, part.keys, part.keys), strict=True
+                (dq, dk, dv), grads, (tile.queries, tile.keys, tile.keys), strict=True
             ):
                 total.add(added.permute(2, 0, 1, 3), *where)
         d_sinks = None
@@ -224,17 +224,17 @@ class _Attention(torch.autograd.Function):
 
 
 class _Sum:
-    """Gradient of a tensor, of which parts are added along dimension 0."""
+    """Gradient of a tensor, to which slices along dimension 0 are added."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
 
-    def add(self, part: Tensor, first: int, last: int) -> None:
-        if self._total is None and part.shape == self._like.shape:
-            self._total = part
+    def add(self, grad: Tensor, first: int, last: int) -> None:
+        if self._total is None and grad.shape == self._like.shape:
+            self._total = grad
         else:
-            self.whole()[first:last] += part
+            self.whole()[first:last] += grad
 
     def whole(self) -> Tensor:
         if self._total is None:
@@ -264,9 +264,9 @@ def merge(one: Mixed | None, other: Mixed) -> Mixed:
     return Mixed(values.to(one.values.dtype), torch.logaddexp(one.lse, other.lse))
 
 
-def part_views(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the part's queries, keys and values, ``(B, heads, tokens, dimension)``."""
-    rows, keys = slice(*part.queries), slice(*part.keys)
+def tile_views(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tile's queries, keys and values, ``(B, heads, tokens, dimension)``."""
+    rows, keys = slice(*tile.queries), slice(*tile.keys)
     return q[rows].permute(1, 2, 0, 3), k[keys].permute(1, 2, 0, 3), v[keys].permute(1, 2, 0, 3)
 
 
@@ -274,9 +274,9 @@ def part_views(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 class _Kernel(Protocol):
-    """Attention of one part, and the gradients of its queries, keys and values."""
+    """Attention of one tile, and the gradients of its queries, keys and values."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self,
@@ -286,12 +286,12 @@ class _Kernel(Protocol):
         v: Tensor,
         mixed: Tensor,
         lse: Tensor,
-        part: Part,
+        tile: Tile,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def kernel_for(q: Tensor, v: Tensor, rule: ScoreRule) -> _Kernel:
-    """Return the kernels for parts of the attention of these queries and values."""
+    """Return the kernels for tiles of the attention of these queries and values."""
     scale = q.shape[-1] ** -0.5 if rule.scale is None else rule.scale
     if q.device.type == "cpu" and rule.softcap is None:
         return _CpuFlash(scale, max(q.shape[-1], v.shape[-1]))
@@ -308,9 +308,9 @@ class _CpuFlash:
         missing = self._width - x.shape[-1]
         return pad(x, (0, missing)) if missing else x
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(self._wide, (q, k, v)), 0.0, part.causal, attn_mask=part.mask, scale=self._scale
+            *map(self._wide, (q, k, v)), 0.0, tile.causal, attn_mask=tile.mask, scale=self._scale
         )
         return mixed[..., : v.shape[-1]], lse
 
@@ -322,14 +322,14 @@ class _CpuFlash:
         v: Tensor,
         mixed: Tensor,
         lse: Tensor,
-        part: Part,
+        tile: Tile,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(self._wide, (grad, q, k, v, mixed)),
             lse,
             0.0,
-            part.causal,
-            attn_mask=part.mask,
+            tile.causal,
+            attn_mask=tile.mask,
             scale=self._scale,
         )
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
@@ -341,11 +341,11 @@ class _Blocks:
     def __init__(self, scale: float, limit: float | None) -> None:
         self._scale, self._limit = scale, limit
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         mixed = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-        for rows, keys in _blocks(q, k, part):
-            scores, _ = self._scores(q, k[:, :, keys], rows, part)
+        for rows, keys in _blocks(q, k, tile):
+            scores, _ = self._scores(q, k[:, :, keys], rows, tile)
             lse[:, :, rows] = scores.logsumexp(-1)
             weights = (scores - lse[:, :, rows, None]).exp_()
             mixed[:, :, rows] = _products(weights.to(v.dtype), v[:, :, keys])
@@ -359,13 +359,13 @@ class _Blocks:
         v: Tensor,
         mixed: Tensor,
         lse: Tensor,
-        part: Part,
+        tile: Tile,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         delta = (grad * mixed).sum(-1, dtype=lse.dtype, keepdim=True)
-        for rows, keys in _blocks(q, k, part):
-            scores, slope = self._scores(q, k[:, :, keys], rows, part)
+        for rows, keys in _blocks(q, k, tile):
+            scores, slope = self._scores(q, k[:, :, keys], rows, tile)
             weights = scores.sub_(lse[:, :, rows, None]).exp_()
             grad_rows, queries = grad[:, :, rows], q[:, :, rows]
             dv[:, :, keys] += _sums(weights.to(v.dtype), grad_rows, v.shape[1])
@@ -379,7 +379,7 @@ class _Blocks:
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(
-        self, q: Tensor, k: Tensor, rows: slice, part: Part
+        self, q: Tensor, k: Tensor, rows: slice, tile: Tile
     ) -> tuple[Tensor, Tensor | None]:
         """Return masked scores of some queries, and the derivative of the soft cap."""
         scores = _products(q[:, :, rows], k.transpose(-1, -2)).mul_(self._scale)
@@ -388,23 +388,23 @@ class _Blocks:
             scores = softcap(scores, self._limit)
             slope = 1 - (scores / self._limit).square_().to(wide_dtype(scores))
         scores = scores.to(wide_dtype(scores))
-        if part.mask is not None:
-            scores = scores + part.mask[rows, : scores.shape[-1]]
-        if part.causal:
+        if tile.mask is not None:
+            scores = scores + tile.mask[rows, : scores.shape[-1]]
+        if tile.causal:
             shape = rows.stop - rows.start, scores.shape[-1]
             later = ~visible(*shape, scores.shape[-1], device=q.device)
             scores = scores.masked_fill_(later, -torch.inf)
         return scores, slope
 
 
-def _blocks(q: Tensor, k: Tensor, part: Part) -> Iterator[tuple[slice, slice]]:
+def _blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
     """Yield the queries of each block, and the keys that these may attend to."""
     batch, heads, num_queries, _ = q.shape
     num_keys = k.shape[2]
     size = max(1, _BLOCK_SCORES // (batch * heads * num_keys))
     for first in range(0, num_queries, size):
         last = min(first + size, num_queries)
-        yield slice(first, last), slice(0, last if part.causal else num_keys)
+        yield slice(first, last), slice(0, last if tile.causal else num_keys)
 
 
 def _products(x_BNSX: Tensor, y_BGXY: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
 from megatrain.models.attention.blockwise import (
     Bands,
-    Part,
     ScoreRule,
-    attend_parts,
-    causal_parts,
+    Tile,
+    attend_tiles,
+    causal_tiles,
     visible,
 )
 from megatrain.models.attention.exchange import exchange_back, exchange_heads, gather
@@ -42,7 +42,7 @@ class Masks:
     """Cached causal masks, for queries that are the last of more keys or that have a window.
 
     Attributes:
-        bands: Masks of blocks, for attention by parts.
+        bands: Masks of blocks, for attention by tiles.
 
     torch's masks without a window are a tensor subclass, which cannot be created while the
     operations of a captured function are logged.
@@ -63,7 +63,7 @@ class Masks:
     ) -> Tensor:
         """Return the mask of a size, true where a query attends to a key, on a tensor's device.
 
-        With ``whole``, an upper limit of sizes that are many, masks are parts of one.
+        With ``whole``, an upper limit of sizes that are many, masks are slices of one.
         """
         if whole is not None and window is not None:
             mask = self.of(whole, whole, window=window, like=like)
@@ -167,7 +167,7 @@ def needs_order(
 ) -> bool:
     """Return whether `attend` takes gathered tokens in the order of the sequence."""
     has_ranges = rule.window is not None or documents is not None
-    return has_ranges or not _is_by_parts(q_SBND, rule, sinks)
+    return has_ranges or not _is_by_tiles(q_SBND, rule, sinks)
 
 
 def attend(
@@ -214,9 +214,9 @@ def attend(
     arguments: Any = {"grouped": grouped, "masks": masks, "rule": rule, "sinks": sinks}
     if group.size == 1:
         return _attend(q_SBND, k_SBGD, v_SBGE, **arguments)
-    if _is_by_parts(q_SBND, rule, sinks):
-        parts = _slice_parts(q_SBND, group, masks=masks, rule=rule)
-        return attend_parts(q_SBND, k_SBGD, v_SBGE, parts, rule=rule, sinks=sinks)
+    if _is_by_tiles(q_SBND, rule, sinks):
+        tiles = _slice_tiles(q_SBND, group, masks=masks, rule=rule)
+        return attend_tiles(q_SBND, k_SBGD, v_SBGE, tiles, rule=rule, sinks=sinks)
     length = q_SBND.shape[0] // 2
     mixed = []
     for queries, index in zip(
@@ -227,8 +227,8 @@ def attend(
     return torch.cat(mixed)
 
 
-def _is_by_parts(q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None) -> bool:
-    """Return whether attention that is not square and causal is computed by parts.
+def _is_by_tiles(q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None) -> bool:
+    """Return whether attention that is not square and causal is computed by tiles.
 
     On GPUs, torch's attention has kernels that take such queries and keys at once.
     """
@@ -241,26 +241,26 @@ def _reach(index: int, length: int, rule: ScoreRule) -> tuple[int, int]:
     return (0 if rule.window is None else max(0, end - length - rule.window + 1)), end
 
 
-def _slice_parts(q_SBND: Tensor, group: Group, *, masks: Masks, rule: ScoreRule) -> list[Part]:
-    """Return the parts of this rank's two slices, for keys as `gather` returns them."""
+def _slice_tiles(q_SBND: Tensor, group: Group, *, masks: Masks, rule: ScoreRule) -> list[Tile]:
+    """Return the tiles of this rank's two slices, for keys as `gather` returns them."""
     length, num_early = q_SBND.shape[0] // 2, q_SBND.shape[0] // 2 * group.size
     early, late = context_slices(group.size, group.position)
     if rule.window is not None:
         is_limit = rule.window < 2 * num_early
         band = masks.bands.of(rule.window, q_SBND) if is_limit else None
-        parts = []
-        for place, index in enumerate((early, late)):
+        tiles = []
+        for number, index in enumerate((early, late)):
             start, end = _reach(index, length, rule)
-            of_slice = causal_parts(length, end - start, band)
-            parts += [part.shifted(place * length, start) for part in of_slice]
-        return parts
+            of_slice = causal_tiles(length, end - start, band)
+            tiles += [tile.shifted(number * length, start) for tile in of_slice]
+        return tiles
     # The later slices of all ranks come first, in descending order.
     own = group.position * length
-    parts = [part.shifted(0, num_early) for part in causal_parts(length, (early + 1) * length)]
+    tiles = [tile.shifted(0, num_early) for tile in causal_tiles(length, (early + 1) * length)]
     return [
-        *parts,
-        Part((length, 2 * length), (own + length, 2 * num_early)),
-        Part((length, 2 * length), (own, own + length), causal=True),
+        *tiles,
+        Tile((length, 2 * length), (own + length, 2 * num_early)),
+        Tile((length, 2 * length), (own, own + length), causal=True),
     ]
 
 
@@ -286,9 +286,9 @@ def _attend(
     needs_mask = num_queries > 1 and not is_square
     is_fused = not needs_mask and k_SBGD.shape[-1] == v_SBGD.shape[-1]
     has_scores = rule.softcap is not None or sinks is not None
-    if has_scores or (not is_fused and num_queries > 1 and _is_by_parts(q_SBND, rule, sinks)):
-        parts = _parts(num_queries, num_keys, window, masks, like=q_SBND)
-        return attend_parts(q_SBND, k_SBGD, v_SBGD, parts, rule=rule, sinks=sinks)
+    if has_scores or (not is_fused and num_queries > 1 and _is_by_tiles(q_SBND, rule, sinks)):
+        tiles = _tiles(num_queries, num_keys, window, masks, like=q_SBND)
+        return attend_tiles(q_SBND, k_SBGD, v_SBGD, tiles, rule=rule, sinks=sinks)
     q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
     mixed_BNSD = scaled_dot_product_attention(
         q_BNSD,
@@ -305,14 +305,14 @@ def _attend(
     return mixed_BNSD.permute(2, 0, 1, 3)
 
 
-def _parts(
+def _tiles(
     num_queries: int, num_keys: int, window: int | None, masks: Masks, *, like: Tensor
-) -> list[Part]:
-    """Return the parts of causal attention, with a window if it is less than all keys."""
+) -> list[Tile]:
+    """Return the tiles of causal attention, with a window if it is less than all keys."""
     band = None
     if window is not None and window < num_keys:
         band = masks.bands.of(window, like)
-    return causal_parts(num_queries, num_keys, band)
+    return causal_tiles(num_queries, num_keys, band)
 
 
 def _attend_documents(
@@ -336,21 +336,21 @@ def _attend_documents(
     mixed = []
     for queries_SBND, index in zip(q_SBND.chunk(len(slices)), slices, strict=True):
         begin, end = index * length, (index + 1) * length
-        parts = [documents.pieces(n, begin, end, window=rule.window) for n in range(batch)]
-        if all(first == 0 for first, _, _ in parts) and end == sequence:
+        pieces = [documents.pieces(n, begin, end, window=rule.window) for n in range(batch)]
+        if all(first == 0 for first, _, _ in pieces) and end == sequence:
             keys_TGD, values_TGE = k_BSGD.flatten(0, 1), v_BSGE.flatten(0, 1)
         else:
-            seen = [slice(first, end) for first, _, _ in parts]
+            seen = [slice(first, end) for first, _, _ in pieces]
             keys_TGD, values_TGE = (
-                torch.cat([row[part] for row, part in zip(x.unbind(), seen, strict=True)])
+                torch.cat([row[keys] for row, keys in zip(x.unbind(), seen, strict=True)])
                 for x in (k_BSGD, v_BSGE)
             )
         mixed_TNE = _attend_pieces(
             queries_SBND.transpose(0, 1).flatten(0, 1),
             keys_TGD,
             values_TGE,
-            [count for _, counts, _ in parts for count in counts],
-            [count for _, _, counts in parts for count in counts],
+            [count for _, counts, _ in pieces for count in counts],
+            [count for _, _, counts in pieces for count in counts],
             grouped=grouped,
             masks=masks,
             rule=rule,
@@ -403,14 +403,14 @@ def _attend_pieces(
             enable_gqa=grouped,
         )
         return mixed
-    if _is_by_parts(q_TND, rule, sinks):
-        parts, first, start = [], 0, 0
+    if _is_by_tiles(q_TND, rule, sinks):
+        tiles, first, start = [], 0, 0
         for queries, keys in zip(num_queries, num_keys, strict=True):
-            piece = _parts(queries, keys, rule.window, masks, like=q_TND)
-            parts += [part.shifted(first, start) for part in piece]
+            own = _tiles(queries, keys, rule.window, masks, like=q_TND)
+            tiles += [tile.shifted(first, start) for tile in own]
             first, start = first + queries, start + keys
         tensors = q_TND[:, None], k_TGD[:, None], v_TGE[:, None]
-        return attend_parts(*tensors, parts, rule=rule, sinks=sinks).squeeze(1)
+        return attend_tiles(*tensors, tiles, rule=rule, sinks=sinks).squeeze(1)
     pieces = zip(
         torch.split_with_sizes(q_TND[:, None], num_queries),
         torch.split_with_sizes(k_TGD[:, None], num_keys),

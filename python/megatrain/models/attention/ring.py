@@ -34,12 +34,12 @@ from megacore.parallel.sequence import context_slices
 from megatrain.models.attention.blockwise import (
     Bands,
     Mixed,
-    Part,
     ScoreRule,
-    causal_parts,
+    Tile,
+    causal_tiles,
     kernel_for,
     merge,
-    part_views,
+    tile_views,
 )
 
 
@@ -84,8 +84,8 @@ def ring_attention(
     band = None
     if rule.window is not None and rule.window < length * group.size:
         band = bands.of(rule.window, q_SBND)
-    parts = [
-        ring_parts(
+    tiles = [
+        ring_tiles(
             group.position,
             (group.position - step) % group.size,
             group.size,
@@ -96,7 +96,7 @@ def ring_attention(
         )
         for step in range(group.size)
     ]
-    arguments = q_SBND, k_SBGD, v_SBGE, sinks, group, parts, rule
+    arguments = q_SBND, k_SBGD, v_SBGE, sinks, group, tiles, rule
     mixed: Tensor = _Ring.apply(*arguments)  # type: ignore[no-untyped-call]
     if documents is not None:
         mixed = mixed[:, 0].view(batch, length, *mixed.shape[2:]).transpose(0, 1)
@@ -112,7 +112,7 @@ class _Ring(torch.autograd.Function):
         v_SBGE: Tensor,
         sinks: Tensor | None,
         group: Group,
-        parts: Sequence[Sequence[Part]],
+        tiles: Sequence[Sequence[Tile]],
         rule: ScoreRule,
     ) -> Tensor:
         kernel = kernel_for(q_SBND, v_SBGE, rule)
@@ -120,10 +120,10 @@ class _Ring(torch.autograd.Function):
         wide = wide_dtype(q_SBND)
         values = q_SBND.new_zeros(batch, heads, length, v_SBGE.shape[-1], dtype=wide)
         lse = torch.full_like(values[..., 0], -torch.inf)
-        for keys, by_member in _around(k_SBGD, v_SBGE, group, parts):
-            for part in by_member:
-                new = Mixed(*kernel.forward(*part_views(part, q_SBND, *keys), part))
-                rows = slice(*part.queries)
+        for keys, by_member in _around(k_SBGD, v_SBGE, group, tiles):
+            for tile in by_member:
+                new = Mixed(*kernel.forward(*tile_views(tile, q_SBND, *keys), tile))
+                rows = slice(*tile.queries)
                 both = merge(Mixed(values[:, :, rows], lse[:, :, rows]), new)
                 values[:, :, rows], lse[:, :, rows] = both
         whole = Mixed(values, lse)
@@ -131,7 +131,7 @@ class _Ring(torch.autograd.Function):
             whole = whole.with_sinks(sinks)
         mixed_SBNE = whole.values.permute(2, 0, 1, 3).to(q_SBND.dtype).contiguous()
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks, mixed_SBNE, whole.lse)
-        ctx.group, ctx.parts, ctx.kernel = group, parts, kernel
+        ctx.group, ctx.tiles, ctx.kernel = group, tiles, kernel
         return mixed_SBNE
 
     @staticmethod
@@ -156,21 +156,21 @@ def _grads_around(ctx: Any, grad_BNSE: Tensor, mixed_BNSE: Tensor) -> tuple[Tens
     group, wide, width = ctx.group, lse_BNS.dtype, k_SBGD.shape[-1]
     dq_SBND = torch.zeros_like(q_SBND, dtype=wide)
     arriving, arrival = None, PendingCollective()
-    for keys, by_member in _around(k_SBGD, v_SBGE, group, ctx.parts):
+    for keys, by_member in _around(k_SBGD, v_SBGE, group, ctx.tiles):
         d_block = k_SBGD.new_zeros(*k_SBGD.shape[:3], width + v_SBGE.shape[-1], dtype=wide)
-        for part in by_member:
-            rows, places = slice(*part.queries), slice(*part.keys)
+        for tile in by_member:
+            rows, columns = slice(*tile.queries), slice(*tile.keys)
             dq, dk, dv = ctx.kernel.backward(
                 grad_BNSE[:, :, rows],
-                *part_views(part, q_SBND, *keys),
+                *tile_views(tile, q_SBND, *keys),
                 mixed_BNSE[:, :, rows],
                 lse_BNS[:, :, rows],
-                part,
+                tile,
             )
             dq_SBND[rows] += dq.permute(2, 0, 1, 3)
-            d_block[places, :, :, :width] += dk.permute(2, 0, 1, 3)
-            d_block[places, :, :, width:] += dv.permute(2, 0, 1, 3)
-        # The member before has added its part; the next one holds this block in the next step.
+            d_block[columns, :, :, :width] += dk.permute(2, 0, 1, 3)
+            d_block[columns, :, :, width:] += dv.permute(2, 0, 1, 3)
+        # The member before has added its share; the next one holds this block in the next step.
         arrival.wait()
         if arriving is not None:
             d_block += arriving
@@ -182,14 +182,14 @@ def _grads_around(ctx: Any, grad_BNSE: Tensor, mixed_BNSE: Tensor) -> tuple[Tens
 
 
 def _around(
-    k_SBGD: Tensor, v_SBGE: Tensor, group: Group, parts: Sequence[Sequence[Part]]
-) -> Iterator[tuple[tuple[Tensor, Tensor], Sequence[Part]]]:
-    """Yield the keys and values of each member, this one first, and its parts.
+    k_SBGD: Tensor, v_SBGE: Tensor, group: Group, tiles: Sequence[Sequence[Tile]]
+) -> Iterator[tuple[tuple[Tensor, Tensor], Sequence[Tile]]]:
+    """Yield the keys and values of each member, this one first, and its tiles.
 
     The next block is received while the caller computes.
     """
     block = torch.cat((k_SBGD, v_SBGE), dim=-1)
-    for step, by_member in enumerate(parts):
+    for step, by_member in enumerate(tiles):
         following, arrival = block, PendingCollective()
         if step + 1 < group.size:
             following, arrival = _start_shift(block, group)
@@ -207,7 +207,7 @@ def _start_shift(rows: Tensor, group: Group) -> tuple[Tensor, PendingCollective]
     return all_to_all_async(rows, group, RowSplits(sent=tuple(sent), received=tuple(received)))
 
 
-def ring_parts(
+def ring_tiles(
     position: int,
     member: int,
     size: int,
@@ -216,8 +216,8 @@ def ring_parts(
     starts: Sequence[Sequence[int]] = ((0,),),
     window: int | None = None,
     band: Tensor | None = None,
-) -> list[Part]:
-    """Return the parts of one member's queries and another one's keys.
+) -> list[Tile]:
+    """Return the tiles of one member's queries and another one's keys.
 
     Args:
         position: The member with the queries.
@@ -229,35 +229,35 @@ def ring_parts(
         band: The mask of `Bands` for the window.
 
     Example:
-        >>> [[(p.queries, p.keys, p.causal) for p in ring_parts(1, m, 3, 4)] for m in (0, 2)]
+        >>> [[(p.queries, p.keys, p.causal) for p in ring_tiles(1, m, 3, 4)] for m in (0, 2)]
         [[((0, 8), (0, 4), False)], [((4, 8), (0, 8), False)]]
     """
-    parts: list[Part] = []
+    tiles: list[Tile] = []
     for sample, documents in enumerate(starts):
         for row, late in enumerate(context_slices(size, position)):
             for column, early in enumerate(context_slices(size, member)):
                 shift = (2 * sample + row) * length, (2 * sample + column) * length
                 if early == late:
                     own = _own_slice(late * length, length, documents, window, band)
-                    parts += [part.shifted(*shift) for part in own]
+                    tiles += [tile.shifted(*shift) for tile in own]
                 elif early < late:
                     begins = late * length, early * length
                     earlier = _earlier_slice(*begins, length, documents, window, band)
-                    parts += [part.shifted(*shift) for part in earlier]
-    return _joined(parts)
+                    tiles += [tile.shifted(*shift) for tile in earlier]
+    return _joined(tiles)
 
 
 def _own_slice(
     begin: int, length: int, starts: Sequence[int], window: int | None, band: Tensor | None
-) -> list[Part]:
-    """Return the parts of a slice and its own keys, from the slice's first token."""
+) -> list[Tile]:
+    """Return the tiles of a slice and its own keys, from the slice's first token."""
     inner = starts[bisect_right(starts, begin) : bisect_left(starts, begin + length)]
-    parts = []
+    tiles = []
     for first, last in pairwise((begin, *inner, begin + length)):
         is_narrow = window is not None and window < last - first
-        of_document = causal_parts(last - first, last - first, band if is_narrow else None)
-        parts += [part.shifted(first - begin, first - begin) for part in of_document]
-    return parts
+        of_document = causal_tiles(last - first, last - first, band if is_narrow else None)
+        tiles += [tile.shifted(first - begin, first - begin) for tile in of_document]
+    return tiles
 
 
 def _earlier_slice(
@@ -267,37 +267,37 @@ def _earlier_slice(
     starts: Sequence[int],
     window: int | None,
     band: Tensor | None,
-) -> list[Part]:
-    """Return the parts of a slice and an earlier slice of keys, from the first token of each."""
+) -> list[Tile]:
+    """Return the tiles of a slice and an earlier slice of keys, from the first token of each."""
     document = bisect_right(starts, begin)
     first_key, end = max(starts[document - 1], key_begin), key_begin + length
     last = min([begin + length, *starts[document : document + 1]])
     if first_key >= end:
         return []
     if window is None or band is None or last - first_key <= window:
-        return [Part((0, last - begin), (first_key - key_begin, length))]
+        return [Tile((0, last - begin), (first_key - key_begin, length))]
     last = min(last, end + window - 1)  # queries that see the last key
     rows, width = band.shape
-    parts = []
+    tiles = []
     for first in range(begin, last, rows):
         stop = min(first + rows, last)
         start = max(first_key, first - window + 1)
         columns = slice(width - (stop - start), width - (stop - end))
         mask = band[rows - (stop - first) :, columns]
-        parts.append(Part((first - begin, stop - begin), (start - key_begin, length), mask=mask))
-    return parts
+        tiles.append(Tile((first - begin, stop - begin), (start - key_begin, length), mask=mask))
+    return tiles
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Join unmasked parts that follow each other, which takes fewer calls of the kernel."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else part
-        is_plain = not any(each.causal or each.mask is not None for each in (last, part))
-        if is_plain and last.queries == part.queries and last.keys[1] == part.keys[0]:
-            joined[-1] = Part(part.queries, (last.keys[0], part.keys[1]))
-        elif is_plain and last.keys == part.keys and last.queries[1] == part.queries[0]:
-            joined[-1] = Part((last.queries[0], part.queries[1]), part.keys)
+def _joined(tiles: Sequence[Tile]) -> list[Tile]:
+    """Join unmasked tiles that follow each other, which takes fewer calls of the kernel."""
+    joined: list[Tile] = []
+    for tile in tiles:
+        last = joined[-1] if joined else tile
+        is_plain = not any(each.causal or each.mask is not None for each in (last, tile))
+        if is_plain and last.queries == tile.queries and last.keys[1] == tile.keys[0]:
+            joined[-1] = Tile(tile.queries, (last.keys[0], tile.keys[1]))
+        elif is_plain and last.keys == tile.keys and last.queries[1] == tile.queries[0]:
+            joined[-1] = Tile((last.queries[0], tile.queries[1]), tile.keys)
         else:
-            joined.append(part)
+            joined.append(tile)
     return joined

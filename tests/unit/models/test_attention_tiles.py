@@ -1,4 +1,4 @@
-"""Attention by parts against a matrix of scores, for every rank of context parallelism."""
+"""Attention by tiles against a matrix of scores, for every rank of context parallelism."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions, context_slices
 from megatrain.models.attention import blockwise
 from megatrain.models.attention.blockwise import (
-    Part,
     ScoreRule,
-    attend_parts,
-    causal_parts,
+    Tile,
+    attend_tiles,
+    causal_tiles,
     visible,
 )
 from megatrain.models.attention.context_parallel import Masks, attend, causal_attention, needs_order
-from megatrain.models.attention.ring import ring_parts
+from megatrain.models.attention.ring import ring_tiles
 
 SEQUENCE = 24
 RULES = {
@@ -123,7 +123,7 @@ def test_values_wider_than_queries_are_mixed_too(rule: ScoreRule) -> None:
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_parts_round_as_little_as_one_kernel(dtype: torch.dtype, limit: float) -> None:
+def test_tiles_round_as_little_as_one_kernel(dtype: torch.dtype, limit: float) -> None:
     exact = tensors(2, 8)
     expected = by_matrix(*exact, ScoreRule(), None)
     grad = torch.ones_like(expected)
@@ -192,16 +192,16 @@ def test_no_tensor_has_an_element_per_query_and_key(
 
 def test_a_window_of_many_queries_reads_no_keys_before_it() -> None:
     masks = Masks()
-    parts = causal_parts(300, 1000, masks.bands.of(100, torch.empty(0)))
-    assert [part.queries for part in parts] == [(0, 100), (100, 200), (200, 300)]
-    assert [part.keys for part in parts] == [(601, 800), (701, 900), (801, 1000)]
+    tiles = causal_tiles(300, 1000, masks.bands.of(100, torch.empty(0)))
+    assert [tile.queries for tile in tiles] == [(0, 100), (100, 200), (200, 300)]
+    assert [tile.keys for tile in tiles] == [(601, 800), (701, 900), (801, 1000)]
 
 
 def test_a_single_token_attends_to_all_keys() -> None:
     q, k, v = tensors(2, 8)
     expected = by_matrix(q, k, v, ScoreRule(), None)[-1:]
-    parts = causal_parts(1, SEQUENCE)
-    torch.testing.assert_close(attend_parts(q[-1:], k, v, parts, rule=ScoreRule()), expected)
+    tiles = causal_tiles(1, SEQUENCE)
+    torch.testing.assert_close(attend_tiles(q[-1:], k, v, tiles, rule=ScoreRule()), expected)
     alone = causal_attention(
         q[-1:], k, v, group=Group.solo(), grouped=True, masks=Masks(), rule=ScoreRule()
     )
@@ -210,7 +210,7 @@ def test_a_single_token_attends_to_all_keys() -> None:
 
 @pytest.mark.parametrize("comm_case", ["whole", "window", "documents", "documents, window"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -> None:
+def test_tiles_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -> None:
     length = 6
     sequence = 2 * size * length
     window = 8 if "window" in comm_case else None
@@ -224,25 +224,25 @@ def test_parts_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -
         wanted &= document[:, None] == document
         found = torch.zeros(sequence, sequence, dtype=torch.int64)
         for position, member in itertools.product(range(size), repeat=2):
-            parts = ring_parts(
+            tiles = ring_tiles(
                 position, member, size, length, starts=starts, window=window, band=band
             )
             own, theirs = (
                 context_positions(sequence, cp_size=size, position=p) for p in (position, member)
             )
-            for part in parts:
-                (first, last), (start, end) = part.queries, part.keys
+            for tile in tiles:
+                (first, last), (start, end) = tile.queries, tile.keys
                 if first // (2 * length) != sample:
                     continue
                 shown = torch.ones(last - first, end - start, dtype=torch.int64)
-                if part.causal:
+                if tile.causal:
                     shown = shown.tril()
-                if part.mask is not None:
-                    shown = (part.mask == 0).long()
+                if tile.mask is not None:
+                    shown = (tile.mask == 0).long()
                 assert shown.any(1).all(), "a query without a key"
                 rows, columns = (
                     positions[torch.arange(*ends) - 2 * length * sample]
-                    for positions, ends in ((own, part.queries), (theirs, part.keys))
+                    for positions, ends in ((own, tile.queries), (theirs, tile.keys))
                 )
                 found[rows[:, None], columns] += shown
         assert torch.equal(found, wanted.long())
@@ -251,8 +251,8 @@ def test_parts_of_a_ring_are_the_visible_pairs_once(comm_case: str, size: int) -
 @pytest.mark.parametrize(
     ("queries", "keys"), [((3, 3), (0, 2)), ((0, 2), (4, 4)), ((2, 1), (0, 1))]
 )
-def test_a_part_without_queries_or_keys_is_an_error(
+def test_a_tile_without_queries_or_keys_is_an_error(
     queries: tuple[int, int], keys: tuple[int, int]
 ) -> None:
-    with pytest.raises(ValueError, match=r"a part of attention must have (queries|keys), got \["):
-        Part(queries, keys)
+    with pytest.raises(ValueError, match=r"a tile of attention must have (queries|keys), got \["):
+        Tile(queries, keys)
