@@ -370,11 +370,11 @@ class TensorSpec:
 def write_tensors(
     folder: Path,
     specs: Sequence[TensorSpec],
-    parts: Iterable[Iterable[Tensor]],
+    blocks: Iterable[Iterable[Tensor]],
     *,
     max_shard_bytes: int,
 ) -> list[Path]:
-    """Write tensors part by part, into as many files as needed, with an index if several.
+    """Write tensors block by block, into as many files as needed, with an index if several.
 
     A file is full when the next tensor would exceed the limit; a larger tensor has its own file.
     The headers follow from ``specs``, so no file is held in memory.
@@ -382,7 +382,7 @@ def write_tensors(
     Args:
         folder: An existing folder.
         specs: All tensors, in the order of writing.
-        parts: For each of them, consecutive parts of its values; any dtype and device.
+        blocks: For each of them, consecutive blocks of its values; any dtype and device.
         max_shard_bytes: Limit for the tensors of one file, bytes.
 
     Returns:
@@ -399,14 +399,14 @@ def write_tensors(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = [WEIGHTS_NAME]
-    values = iter(parts)
+    values = iter(blocks)
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             end = file.write(_header(shard))
             for spec in shard:
                 end += spec.num_bytes
-                for part in next(values):
-                    content = part.to(device="cpu", dtype=spec.dtype).reshape(-1)
+                for block in next(values):
+                    content = block.to(device="cpu", dtype=spec.dtype).reshape(-1)
                     file.write(content.view(torch.uint8).numpy().data)
                 assert file.tell() == end
     if len(shards) > 1:

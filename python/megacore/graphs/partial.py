@@ -59,33 +59,33 @@ class StepOrder:
             (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
         """
         chunks = tuple(chunk for chunk, has in enumerate(has_parts) if has)
-        number = {program.stages[chunk]: place + 1 for place, chunk in enumerate(chunks)}
+        numbers = {program.stages[chunk]: at + 1 for at, chunk in enumerate(chunks)}
         split = {a.stage for a in program.actions if a.kind == ActionKind.BACKWARD_WEIGHT}
         order: list[float] = []
         seen: dict[tuple[int, float], list[int]] = {}
         for action in program.actions:
-            if action.kind not in _ENTRIES or action.stage not in number:
+            if action.kind not in _ENTRIES or action.stage not in numbers:
                 continue
-            place = number[action.stage]
+            number = numbers[action.stage]
             entries = [_ENTRIES[action.kind]]
             if action.kind == ActionKind.BACKWARD and action.stage in split:
                 entries.append(-1.5)  # split graphs; both halves run in a row
             for entry in entries:
-                order.append(place if entry > 0 else -place - (0.5 if entry == -1.5 else 0.0))
-                seen.setdefault((place, entry), []).append(action.microbatch)
-        for place in number.values():
-            forward = seen[place, 1.0]
+                order.append(number if entry > 0 else -number - (0.5 if entry == -1.5 else 0.0))
+                seen.setdefault((number, entry), []).append(action.microbatch)
+        for number in numbers.values():
+            forward = seen[number, 1.0]
             for entry in (-1.0, -1.5):
-                if seen.get((place, entry), forward) != forward:
+                if seen.get((number, entry), forward) != forward:
                     raise ValueError(
-                        f"stage {program.stages[chunks[place - 1]]} runs its backward passes in "
-                        f"another order than its forward passes ({seen[place, entry]}, not "
+                        f"stage {program.stages[chunks[number - 1]]} runs its backward passes in "
+                        f"another order than its forward passes ({seen[number, entry]}, not "
                         f"{forward}); graphs need one order, so use another schedule"
                     )
         return cls(
             order=tuple(float(entry) for entry in order),
             chunks=chunks,
-            microbatches=tuple(tuple(seen[place, 1.0]) for place in number.values()),
+            microbatches=tuple(tuple(seen[number, 1.0]) for number in numbers.values()),
         )
 
 
@@ -148,7 +148,7 @@ class PartialGraphs:
             options=options,
             backend=backend,
         )
-        self._calls = self._by_place(self._made.callables())
+        self._calls = self._by_call(self._made.callables())
 
     def call(self, chunk: int, part: int, microbatch: int) -> PartCall:
         """Return the replacement callable of a part for one microbatch."""
@@ -181,7 +181,7 @@ class PartialGraphs:
         self._calls.clear()
         self._made.reset()
 
-    def _by_place(self, calls: Sequence[PartCall]) -> dict[tuple[int, int, int], PartCall]:
+    def _by_call(self, calls: Sequence[PartCall]) -> dict[tuple[int, int, int], PartCall]:
         found, rest = {}, iter(calls)
         for chunk, numbers, count in zip(
             self._order.chunks, self._order.microbatches, self._per_chunk, strict=True

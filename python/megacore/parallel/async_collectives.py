@@ -111,7 +111,7 @@ def reduce_scatter_async(
     collectives._check_tensor(name, "input", input, group)
     collectives._check_op(name, op, ("sum", "avg"), input)
     collectives._check_same_device(name, output, input)
-    collectives._check_parts(name, "input", input, "output", output, group)
+    collectives._check_slices(name, "input", input, "output", output, group)
     handle = group.handle
     if handle is None:
         output.copy_(input.view(output.shape))
@@ -122,14 +122,14 @@ def reduce_scatter_async(
         return PendingCollective(complete=future.result, is_ready=future.done, call=call)
     exchanges = fp32_accumulation and collectives._is_low_precision(input)
     if exchanges or collectives._is_gloo(handle, input):
-        parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
-        work = dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle, async_op=True)
+        terms = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
+        work = dist.all_to_all_single(terms.view(-1), input.view(-1), group=handle, async_op=True)
         return PendingCollective(
             work,
             complete=torch.no_grad()(
-                lambda: collectives._add_in_order(output, parts, average=op == "avg")
+                lambda: collectives._add_in_order(output, terms, average=op == "avg")
             ),
-            staging_bytes=parts.nbytes,
+            staging_bytes=terms.nbytes,
             call=call,
         )
     same = output.dtype == input.dtype
@@ -156,7 +156,7 @@ def all_gather_async(output: Tensor, input: Tensor, group: Group) -> PendingColl
     collectives._check_tensor(name, "output", output, group)
     collectives._check_tensor(name, "input", input, group)
     collectives._check_same_device(name, output, input)
-    collectives._check_parts(name, "output", output, "input", input, group)
+    collectives._check_slices(name, "output", output, "input", input, group)
     if output.dtype != input.dtype:
         raise ValueError(
             f"{name}: output is {output.dtype} but input {input.dtype}; they must share a dtype"

@@ -89,7 +89,7 @@ def reduce_scatter(
     _check_tensor("reduce_scatter", "input", input, group)
     _check_op("reduce_scatter", op, ("sum", "avg"), input)
     _check_same_device("reduce_scatter", output, input)
-    _check_parts("reduce_scatter", "input", input, "output", output, group)
+    _check_slices("reduce_scatter", "input", input, "output", output, group)
     handle, host = group.handle, _host(group, input)
     if handle is None:
         output.copy_(input.view(output.shape))
@@ -127,7 +127,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     _check_tensor("all_gather", "output", output, group)
     _check_tensor("all_gather", "input", input, group)
     _check_same_device("all_gather", output, input)
-    _check_parts("all_gather", "output", output, "input", input, group)
+    _check_slices("all_gather", "output", output, "input", input, group)
     expected = (input.shape[0] * group.size, *input.shape[1:]) if input.dim() else (group.size,)
     if tuple(output.shape) != expected or output.dtype != input.dtype:
         raise ValueError(
@@ -308,21 +308,21 @@ def _all_reduce_gloo(tensor: Tensor, group: Group, handle: ProcessGroup, op: str
 def _exchange_and_add(
     output: Tensor, input: Tensor, group: Group, handle: ProcessGroup, op: str
 ) -> None:
-    parts = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
-    dist.all_to_all_single(parts.view(-1), input.view(-1), group=handle)
-    _add_in_order(output, parts, average=op == "avg")
+    terms = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
+    dist.all_to_all_single(terms.view(-1), input.view(-1), group=handle)
+    _add_in_order(output, terms, average=op == "avg")
 
 
-def _add_in_order(output: Tensor, parts: Tensor, *, average: bool) -> None:
+def _add_in_order(output: Tensor, terms: Tensor, *, average: bool) -> None:
     """Sum exchanged slices, ``(members, n)``, in the order of the members."""
-    wide = torch.float32 if _is_low_precision(parts) else parts.dtype
-    # The output is the accumulator if its dtype allows: parts do not alias it any more.
-    total = output.view(-1) if output.dtype == wide else torch.empty_like(parts[0], dtype=wide)
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(part)
+    wide = torch.float32 if _is_low_precision(terms) else terms.dtype
+    # The output is the accumulator if its dtype allows: terms do not alias it any more.
+    total = output.view(-1) if output.dtype == wide else torch.empty_like(terms[0], dtype=wide)
+    total.copy_(terms[0])
+    for term in terms[1:]:
+        total.add_(term)
     if average:
-        total.div_(parts.shape[0])
+        total.div_(terms.shape[0])
     if output.dtype != wide:
         output.copy_(total.view(output.shape))
 
@@ -404,14 +404,14 @@ def _check_same_device(function: str, output: Tensor, input: Tensor) -> None:
         )
 
 
-def _check_parts(
-    function: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor, group: Group
+def _check_slices(
+    function: str, whole_name: str, whole: Tensor, slice_name: str, sliced: Tensor, group: Group
 ) -> None:
-    if whole.numel() != part.numel() * group.size:
+    if whole.numel() != sliced.numel() * group.size:
         raise ValueError(
             f"{function} over {_about(group)}: {whole_name} {_shape(whole)} has {whole.numel()} "
-            f"elements; it needs {part.numel()} x {group.size} = {part.numel() * group.size} "
-            f"for {part_name} {_shape(part)}"
+            f"elements; it needs {sliced.numel()} x {group.size} = {sliced.numel() * group.size} "
+            f"for {slice_name} {_shape(sliced)}"
         )
 
 

@@ -71,33 +71,33 @@ class _Pair:
         self.num_given = [0, 0]
         self._failed = False
 
-    def run(self, place: int, function: Callable[[], _First]) -> _First:
-        token = _PLACE.set((self, place))
+    def run(self, index: int, function: Callable[[], _First]) -> _First:
+        token = _TURN.set((self, index))
         try:
-            self._wait(place)
+            self._wait(index)
             return function()
         except BaseException:
             self._failed = True
             raise
         finally:
-            _PLACE.reset(token)
-            self._ended[place] = True
-            self._turns[1 - place].release()
+            _TURN.reset(token)
+            self._ended[index] = True
+            self._turns[1 - index].release()
 
-    def give(self, place: int) -> None:
-        self.num_given[place] += 1
-        if not self._ended[1 - place]:
-            self._turns[1 - place].release()
-            self._wait(place)
+    def give(self, index: int) -> None:
+        self.num_given[index] += 1
+        if not self._ended[1 - index]:
+            self._turns[1 - index].release()
+            self._wait(index)
 
-    def _wait(self, place: int) -> None:
-        self._turns[place].acquire()
+    def _wait(self, index: int) -> None:
+        self._turns[index].acquire()
         if self._failed:
             raise _AbandonedError
 
 
-# The pair of the running thread, and its place in the pair.
-_PLACE: ContextVar[tuple[_Pair, int] | None] = ContextVar("place", default=None)
+# The pair of the running thread, and its index in the pair.
+_TURN: ContextVar[tuple[_Pair, int] | None] = ContextVar("turn", default=None)
 
 
 # Deferred work of the running thread.
@@ -126,9 +126,9 @@ def yield_turn() -> None:
     work = _IDLE_WORK.get()
     if work is not None:
         work()
-    place = _PLACE.get()
-    if place is not None:
-        place[0].give(place[1])
+    turn = _TURN.get()
+    if turn is not None:
+        turn[0].give(turn[1])
 
 
 def turn_index() -> int:
@@ -140,8 +140,8 @@ def turn_index() -> int:
         >>> InterleavedPair().run(turn_index, turn_index), turn_index()
         ((0, 1), 0)
     """
-    place = _PLACE.get()
-    return 0 if place is None else place[1]
+    turn = _TURN.get()
+    return 0 if turn is None else turn[1]
 
 
 def num_turns_given() -> int:
@@ -149,5 +149,5 @@ def num_turns_given() -> int:
 
     A changed number shows that the other function has run since some start.
     """
-    place = _PLACE.get()
-    return 0 if place is None else place[0].num_given[place[1]]
+    turn = _TURN.get()
+    return 0 if turn is None else turn[0].num_given[turn[1]]

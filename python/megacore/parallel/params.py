@@ -118,10 +118,10 @@ def shard(
     box = ShardPosition(
         tp_position=tp_position, tp_size=tp_size, ep_position=ep_position, ep_size=ep_size
     )
-    part = full
+    local = full
     for dim, (start, length) in enumerate(zip(box.offsets(info), local_shape, strict=True)):
-        part = part.narrow(dim, start, length)
-    return part.clone(memory_format=torch.contiguous_format)
+        local = local.narrow(dim, start, length)
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def before_use(module: nn.Module, wait: Callable[[], None]) -> None:

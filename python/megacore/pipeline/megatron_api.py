@@ -118,7 +118,7 @@ class ForwardBackwardFunc:
             if not is_last[id(chunk)]:
                 return output
             loss: Tensor
-            loss, *num_tokens, reports[microbatch] = _require_parts(loss_func(output))
+            loss, *num_tokens, reports[microbatch] = _require_results(loss_func(output))
             if not num_tokens:
                 return loss / num_microbatches
             tokens = token_count(num_tokens[0], device=loss.device)
@@ -219,7 +219,7 @@ def _require_pair(returned: Any) -> tuple[Tensor, LossFunc]:
     )
 
 
-def _require_parts(returned: Any) -> Sequence[Any]:
+def _require_results(returned: Any) -> Sequence[Any]:
     """Check that the result of a loss function has the form of `LossFunc`."""
     if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):
         if isinstance(returned[0], Tensor):

@@ -68,11 +68,11 @@ def check_content(path: Path, expected: FileSum) -> None:
     check_size(path, expected)
     starts = range(0, expected.num_bytes, max(1, -(-expected.num_bytes // _sum_threads(expected))))
     with ThreadPoolExecutor(max(1, len(starts))) as pool:
-        sums = list(pool.map(lambda start: _sum_part(path, start, starts.step), starts))
+        sums = list(pool.map(lambda start: _sum_range(path, start, starts.step), starts))
     found = 0
-    for start, part in zip(starts, sums, strict=True):
+    for start, checksum in zip(starts, sums, strict=True):
         length = min(starts.step, expected.num_bytes - start)
-        found = _core.crc32_combine(found, part, length)
+        found = _core.crc32_combine(found, checksum, length)
     if found != expected.crc32:
         raise _damaged(path)
 
@@ -82,7 +82,7 @@ def _sum_threads(expected: FileSum) -> int:
     return max(1, min(_MAX_SUM_THREADS, expected.num_bytes // _MIN_SUM_BYTES))
 
 
-def _sum_part(path: Path, start: int, length: int) -> int:
+def _sum_range(path: Path, start: int, length: int) -> int:
     """Compute the checksum of at most ``length`` bytes of a file."""
     found = 0
     # One block: new memory for each would take longer than its checksum.
@@ -99,7 +99,7 @@ def _sum_part(path: Path, start: int, length: int) -> int:
 
 
 class CheckedReader:
-    """Reader of parts of files that verifies, at the end, the files that were read.
+    """Reader of ranges of files that verifies, at the end, the files that were read.
 
     Each byte is read once: what was not asked for is read by `verify`. Values are not to be
     trusted before. Files stay open until `close`; also a context manager.
@@ -114,7 +114,7 @@ class CheckedReader:
         self._files = files
         self._descriptors: dict[str, int] = {}
         # (first byte, end, checksum) of what was read.
-        self._parts: dict[str, list[tuple[int, int, int]]] = {}
+        self._ranges: dict[str, list[tuple[int, int, int]]] = {}
 
     def __enter__(self) -> CheckedReader:
         return self
@@ -134,8 +134,10 @@ class CheckedReader:
             CheckpointError: If the file cannot be read or is too short.
         """
         path = self._folder / name
-        parts = self._parts.setdefault(name, [])
-        start, end, found = parts.pop() if parts and parts[-1][1] == offset else (offset, offset, 0)
+        ranges = self._ranges.setdefault(name, [])
+        start, end, found = (
+            ranges.pop() if ranges and ranges[-1][1] == offset else (offset, offset, 0)
+        )
         try:
             if name not in self._descriptors:
                 self._descriptors[name] = os.open(path, os.O_RDONLY)
@@ -154,7 +156,7 @@ class CheckedReader:
             raise CheckpointError(
                 f"cannot read checkpoint file {path}: {error.strerror}"
             ) from error
-        parts.append((start, end, found))
+        ranges.append((start, end, found))
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Read bytes from a position of a file; see `read_into`."""
@@ -172,17 +174,17 @@ class CheckedReader:
         for name, expected in self._files.items():
             check_size(self._folder / name, expected)
             end = found = 0
-            parts = sorted(self._parts.pop(name, []))
-            for first, last, part in (*parts, (expected.num_bytes, expected.num_bytes, 0)):
+            ranges = sorted(self._ranges.pop(name, []))
+            for first, last, checksum in (*ranges, (expected.num_bytes, expected.num_bytes, 0)):
                 if first < end:
                     continue  # read twice
                 while end < first:
                     gap = block[: min(first - end, _BLOCK_BYTES)]
                     self.read_into(name, end, gap)
-                    [(_, _, sum_of_gap)] = self._parts.pop(name)
+                    [(_, _, sum_of_gap)] = self._ranges.pop(name)
                     found = _core.crc32_combine(found, sum_of_gap, len(gap))
                     end += len(gap)
-                found = _core.crc32_combine(found, part, last - first)
+                found = _core.crc32_combine(found, checksum, last - first)
                 end = last
             if found != expected.crc32:
                 raise _damaged(self._folder / name)

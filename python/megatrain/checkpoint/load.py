@@ -316,7 +316,7 @@ def _fill(reader: CheckedReader, metadata: Metadata, chunks: Sequence[Chunk]) ->
         boxes = {box.offsets: box for box in stored.chunks}
         for item in create_read_items_for_chunk_list(chunk.key, stored, [box_of(chunk)]):
             box = boxes[torch.Size(item.storage_index.offset or ())]
-            target = _part(chunk.tensor.detach(), item.dest_offsets, item.lengths)
+            target = _narrowed(chunk.tensor.detach(), item.dest_offsets, item.lengths)
             is_whole = tuple(item.lengths) == tuple(box.sizes)
             direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
             if direct and target.dtype == stored.properties.dtype:
@@ -324,10 +324,10 @@ def _fill(reader: CheckedReader, metadata: Metadata, chunks: Sequence[Chunk]) ->
                 continue
             values = torch.empty(box.sizes, dtype=stored.properties.dtype)
             _read_box(reader, metadata, chunk.key, box, values.view(-1))
-            target.copy_(_part(values, item.storage_offsets, item.lengths))
+            target.copy_(_narrowed(values, item.storage_offsets, item.lengths))
 
 
-def _part(values: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def _narrowed(values: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return a view of a box of a tensor."""
     return values[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
 
@@ -346,16 +346,16 @@ def _read_box(
     Raises:
         CheckpointError: If they cannot be read.
     """
-    place = metadata.storage_data[MetadataIndex(key, box.offsets)]
-    name, offset = place.relative_path, place.offset
+    stored = metadata.storage_data[MetadataIndex(key, box.offsets)]
+    name, offset = stored.relative_path, stored.offset
     archive = archive_of(into.dtype, tuple(box.sizes))
-    is_ours = place.length == archive.num_bytes
+    is_ours = stored.length == archive.num_bytes
     if is_ours and reader.read(name, offset, len(archive.head)) == archive.head:
         first = offset + len(archive.head) + skipped * into.dtype.itemsize
         reader.read_into(name, first, bytes_of(into))
         return
     # Written by another version of torch.
-    content = io.BytesIO(reader.read(name, offset, place.length))
+    content = io.BytesIO(reader.read(name, offset, stored.length))
     try:
         values = torch.load(content, map_location="cpu", weights_only=True)
         whole = values.expand(tuple(box.sizes)).reshape(-1)

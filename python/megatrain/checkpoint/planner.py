@@ -36,8 +36,8 @@ class HeldChunks:
 
     Args:
         chunks: Chunks of this rank.
-        read: Yields consecutive parts of the flattened values of a chunk, in place of the chunk's
-            own. A part may use the memory of the one before.
+        read: Yields consecutive blocks of the flattened values of a chunk, in place of the chunk's
+            own. A block may use the memory of the one before.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class HeldChunks:
         """Look up the values of a chunk."""
         return self._chunks[item.index].tensor
 
-    def parts(self, item: WriteItem) -> Iterator[Tensor]:
-        """Yield consecutive parts of the flattened values of a chunk."""
+    def blocks(self, item: WriteItem) -> Iterator[Tensor]:
+        """Yield consecutive blocks of the flattened values of a chunk."""
         chunk = self._chunks[item.index]
         if self._read is None:
             yield chunk.tensor

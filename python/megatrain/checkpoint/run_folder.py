@@ -129,7 +129,7 @@ def choose_resume(config: ResolvedConfig, groups: ProcessGroups, *, restarts: in
 # ---- results of an earlier run -------------------------------------------------------------------
 
 
-def make_place(
+def move_aside(
     run: Path, checkpoint: ResolvedCheckpointConfig, found: Path | None, groups: ProcessGroups
 ) -> tuple[str, ...]:
     """Move an earlier run's results aside unless this run continues that run. Collective.
@@ -148,7 +148,7 @@ def make_place(
     """
     if found is not None and _continues(found, run, Path(checkpoint.dir)):
         return ()
-    return on_rank_0(lambda: _set_aside(run, checkpoint), groups)
+    return on_rank_0(lambda: _move_results(run, checkpoint), groups)
 
 
 def _continues(found: Path, run: Path, checkpoints: Path) -> bool:
@@ -159,7 +159,7 @@ def _continues(found: Path, run: Path, checkpoints: Path) -> bool:
     return path.is_relative_to(run) and not path.relative_to(run).parts[0].startswith(PREVIOUS)
 
 
-def _set_aside(run: Path, checkpoint: ResolvedCheckpointConfig) -> tuple[str, ...]:
+def _move_results(run: Path, checkpoint: ResolvedCheckpointConfig) -> tuple[str, ...]:
     checkpoints = Path(checkpoint.dir)
     inside = is_inside(checkpoints, run)
     has_checkpoints = bool(step_folders(checkpoints))

@@ -281,8 +281,8 @@ def _write_chunk(
     dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
     archive, offset = archive_of(dtype, tuple(sizes)), file.tell()
     file.write(archive.head)
-    for part in chunks.parts(item):
-        file.write(bytes_of(part.cpu().contiguous()))
+    for block in chunks.blocks(item):
+        file.write(bytes_of(block.cpu().contiguous()))
     file.write(archive.tail)
     assert file.tell() - offset == archive.num_bytes
     return _StorageInfo(relative_path=name, offset=offset, length=archive.num_bytes)

@@ -107,14 +107,14 @@ class _CheckedSamples:
         """Return a sample; see `SampleSource`."""
         sample = call_object(self._source.sample, number, shown=self._shown)
         shape = (self.seq_length,)
-        for part in ("tokens", "labels"):
-            values = getattr(sample, part, None)
+        for name in ("tokens", "labels"):
+            values = getattr(sample, name, None)
             if not isinstance(values, np.ndarray) or (values.shape, values.dtype) != (
                 shape,
                 np.int64,
             ):
                 raise DataError(
-                    f"{self._shown}: {part} of sample {number} must be an int64 array of shape "
+                    f"{self._shown}: {name} of sample {number} must be an int64 array of shape "
                     f"{shape} (model.seq_length), in a megatrain.api.Sample"
                 )
         if not isinstance(sample, Sample):

@@ -65,14 +65,14 @@ class FieldForm:
         return cls(names=names, separator=separator)
 
     def document(
-        self, row: Mapping[str, Any], template: ChatTemplate | None, *, place: str = "field"
+        self, row: Mapping[str, Any], template: ChatTemplate | None, *, noun: str = "field"
     ) -> str | MarkedText:
         """Return the text of a record.
 
         Args:
             row: The record.
             template: Renders conversations.
-            place: ``"field"`` or ``"column"``, for messages.
+            noun: ``"field"`` or ``"column"``, for messages.
 
         Raises:
             ValueError: For a missing field, a value of another type, or a conversation that cannot
@@ -84,7 +84,7 @@ class FieldForm:
             kinds = {type(one).__name__ for one in values[0] if not isinstance(one, Mapping)}
             if kinds and template is None:
                 raise ValueError(
-                    f'the {place} "{self.names[0]}" must be text or a conversation, a list of '
+                    f'the {noun} "{self.names[0]}" must be text or a conversation, a list of '
                     f"objects, got a list with {' and '.join(sorted(kinds))}"
                 )
             return _conversation(values[0], row, template)
@@ -93,7 +93,7 @@ class FieldForm:
             if value is None and 0 < number < len(values) - 1:
                 values[number] = ""
             elif not isinstance(value, str):
-                raise ValueError(f'the {place} "{name}" must be text, got {type(value).__name__}')
+                raise ValueError(f'the {noun} "{name}" must be text, got {type(value).__name__}')
         if len(values) == 1:
             return str(values[0])
         prompt = "".join(value + self.separator for value in values[:-1] if value)

@@ -129,7 +129,7 @@ class IndexedTokens:
     @functools.cached_property
     def num_tokens(self) -> int:
         """Number of tokens of all sequences."""
-        return sum(int(self.lengths[part].sum(dtype=np.int64)) for part in _parts(self.lengths))
+        return sum(int(self.lengths[block].sum(dtype=np.int64)) for block in _slices(self.lengths))
 
     @property
     def num_documents(self) -> int:
@@ -392,13 +392,13 @@ def check_documents(
         DataError: For the first empty document or token outside of the vocabulary.
     """
     borders = indexed.document_borders
-    for part in _parts(borders):
-        empty = np.flatnonzero(np.diff(borders[part.start : part.stop + 1]) == 0)
+    for block in _slices(borders):
+        empty = np.flatnonzero(np.diff(borders[block.start : block.stop + 1]) == 0)
         if empty.size:
-            raise DataError(f"{indexed.prefix}.idx: document {part.start + empty[0]:,} is empty")
+            raise DataError(f"{indexed.prefix}.idx: document {block.start + empty[0]:,} is empty")
     limit = MAX_VOCAB if vocab_size is None else vocab_size
-    for part in _parts(indexed.lengths, 1 << 14):
-        for number in range(part.start, part.stop):
+    for block in _slices(indexed.lengths, 1 << 14):
+        for number in range(block.start, block.stop):
             tokens = indexed.sequence(number)
             document = int(np.searchsorted(borders, number, side="right")) - 1
             if len(tokens) == 0:
@@ -409,7 +409,7 @@ def check_documents(
                     f"{indexed.prefix}.bin: document {document:,} holds token id "
                     f"{int(tokens[at])} at its position {at:,}; ids must be in [0, {limit:,})"
                 )
-        progress(part.stop, len(indexed.lengths))
+        progress(block.stop, len(indexed.lengths))
 
 
 def out_of_range(tokens: TokenArray, vocab_size: int) -> int | None:
@@ -505,17 +505,17 @@ def _check_arrays(
     dtype: np.dtype[np.integer],
 ) -> None:
     """Check signs, the order of document borders, and that sequences start at whole tokens."""
-    broken = any((lengths[p] < 0).any() or (starts[p] < 0).any() for p in _parts(lengths))
-    falling = any((np.diff(borders[p.start : p.stop + 1]) < 0).any() for p in _parts(borders))
+    broken = any((lengths[p] < 0).any() or (starts[p] < 0).any() for p in _slices(lengths))
+    falling = any((np.diff(borders[p.start : p.stop + 1]) < 0).any() for p in _slices(borders))
     if broken or falling or len(borders) == 0 or borders[0] != 0 or borders[-1] != len(lengths):
         raise DataError(
             f"{path} is damaged: lengths and starts must not be negative, and document borders "
             f"must rise from 0 to {len(lengths)}; write or copy it again"
         )
-    for part in _parts(starts):
-        uneven = np.flatnonzero(starts[part] % dtype.itemsize)
+    for block in _slices(starts):
+        uneven = np.flatnonzero(starts[block] % dtype.itemsize)
         if uneven.size:
-            first = part.start + int(uneven[0])
+            first = block.start + int(uneven[0])
             raise DataError(
                 f"{path} is damaged: sequence {first} of {len(lengths):,} starts at byte "
                 f"{starts[first]:,}, which is no multiple of {dtype.itemsize}, the bytes of a "
@@ -528,16 +528,16 @@ def _in_order(lengths: NDArray[np.int32], starts: NDArray[np.int64], itemsize: i
         return True
     return bool(starts[0] == 0) and all(
         np.array_equal(
-            starts[part.start + 1 : part.stop + 1],
-            (starts[part] + lengths[part].astype(np.int64) * itemsize)[
-                : len(starts) - 1 - part.start
+            starts[block.start + 1 : block.stop + 1],
+            (starts[block] + lengths[block].astype(np.int64) * itemsize)[
+                : len(starts) - 1 - block.start
             ],
         )
-        for part in _parts(starts)
+        for block in _slices(starts)
     )
 
 
-def _parts(array: NDArray[Any], size: int = 1 << 20) -> Iterator[slice]:
+def _slices(array: NDArray[Any], size: int = 1 << 20) -> Iterator[slice]:
     """Cut an array into slices, so that checks of a mapped file take little memory."""
     for begin in range(0, len(array), size):
         yield slice(begin, min(begin + size, len(array)))
@@ -553,10 +553,10 @@ def _check_data_size(
     file_bytes = path.stat().st_size
     index_name = path.with_suffix(".idx").name
     end = 0
-    for part in _parts(starts):
+    for block in _slices(starts):
         # Unsigned, because a damaged start near 2^63 plus a length would overflow.
-        sizes = lengths[part].astype(np.uint64) * np.uint64(dtype.itemsize)
-        end = max(end, int((starts[part].astype(np.uint64) + sizes).max()))
+        sizes = lengths[block].astype(np.uint64) * np.uint64(dtype.itemsize)
+        end = max(end, int((starts[block].astype(np.uint64) + sizes).max()))
     if end > file_bytes:
         raise DataError(
             f"{path} has {file_bytes:,} bytes, but {index_name} describes {end:,}: "

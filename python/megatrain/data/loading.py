@@ -112,7 +112,7 @@ def load_data(
         progress: Shows the preparation of a source, see :func:`~megatrain.data.prepare.prepare`.
 
     Raises:
-        DataError: See :func:`load_tokens`; or a part is too short for one sample.
+        DataError: See :func:`load_tokens`; or a split is too short for one sample.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -342,7 +342,7 @@ def _weights(sources: Sequence[SourceConfig]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Maker:
-    """Datasets of the parts of opened sources."""
+    """Datasets of the splits of opened sources."""
 
     config: DataConfig
     sources: Mapping[str, TokenSource]
@@ -351,19 +351,19 @@ class _Maker:
     seed: int
     vocab_size: int
 
-    def range_of(self, label: str, part: int) -> TokenRange:
-        """Return the training (0) or validation (1) part of a source."""
+    def range_of(self, label: str, split: int) -> TokenRange:
+        """Return the training (0) or validation (1) split of a source."""
         source = self.sources[label]
         if self.config.validation:
             return source.range()
-        return split_range(source.range(), self.config.split_fractions)[part]
+        return split_range(source.range(), self.config.split_fractions)[split]
 
     def train(self) -> Samples:
         """Return the training samples: of the only source, or a blend."""
         datasets = [
             self._dataset(
                 self.range_of(label, 0),
-                name=self._part_name("training", label),
+                name=self._split_name("training", label),
                 label=label,
                 seed=self.seed if number == 0 else mixed_seed(self.seed + number),
             )
@@ -376,13 +376,13 @@ class _Maker:
         return Blend(datasets, weights, name="the training data")
 
     def validation(self, *, needed: bool) -> dict[str, Samples]:
-        """Return the validation sets: as configured, else the held out part of every source."""
+        """Return the validation sets: as configured, else the held out split of every source."""
         ranges = {label: source.range() for label, source in self.held_out.items()} or {
             label: self.range_of(label, 1) for label in self.sources
         }
         sets: dict[str, Samples] = {}
         for label, tokens in ranges.items():
-            name = self._part_name("validation", label)
+            name = self._split_name("validation", label)
             shortest = 2 if self.config.packing == "best_fit" else self.seq_length + 1
             if len(tokens) < shortest:
                 if needed:
@@ -397,7 +397,7 @@ class _Maker:
         """Return the training samples in Megatron's order."""
         weights = _weights(self.config.sources)
         name = "the training data"
-        return self._megatron(self._parts(0), weights, num_samples, num_read, name=name)
+        return self._megatron(self._sequences(0), weights, num_samples, num_read, name=name)
 
     def megatron_validation(
         self, num_samples: int, num_read: int, *, needed: bool
@@ -409,25 +409,26 @@ class _Maker:
                 label: self._megatron({label: _whole(source)}, {}, *sizes, name=label)
                 for label, source in self.held_out.items()
             }
-        parts = self._parts(1)
-        if not needed and any(end <= begin for _, begin, end in parts.values()):
+        sequences = self._sequences(1)
+        if not needed and any(end <= begin for _, begin, end in sequences.values()):
             return {}
         weights = _weights(self.config.sources)
         name = "validation"
-        return {name: self._megatron(parts, weights, *sizes, name=name)}
+        return {name: self._megatron(sequences, weights, *sizes, name=name)}
 
-    def _parts(self, part: int) -> dict[str, tuple[IndexedTokens, int, int]]:
-        parts = {}
+    def _sequences(self, split: int) -> dict[str, tuple[IndexedTokens, int, int]]:
+        """Return the files of each source, and the first and last sequence of a split."""
+        found = {}
         for label, source in self.sources.items():
             indexed, begin, end = _whole(source)
             if not self.config.validation:
-                begin, end = split_borders(self.config.split, end)[part]
-            parts[label] = (indexed, begin, end)
-        return parts
+                begin, end = split_borders(self.config.split, end)[split]
+            found[label] = (indexed, begin, end)
+        return found
 
     def _megatron(
         self,
-        parts: Mapping[str, tuple[IndexedTokens, int, int]],
+        sequences: Mapping[str, tuple[IndexedTokens, int, int]],
         weights: Mapping[str, float],
         num_samples: int,
         num_read: int,
@@ -435,9 +436,9 @@ class _Maker:
         name: str,
     ) -> Samples:
         return megatron_samples(
-            list(parts.values()),
-            labels=list(parts),
-            weights=[weights[label] for label in parts] if weights else None,
+            list(sequences.values()),
+            labels=list(sequences),
+            weights=[weights[label] for label in sequences] if weights else None,
             num_samples=num_samples,
             num_read=num_read,
             seq_length=self.seq_length,
@@ -471,10 +472,10 @@ class _Maker:
             document_mask=self.config.document_mask,
         )
 
-    def _part_name(self, part: str, label: str) -> str:
+    def _split_name(self, split: str, label: str) -> str:
         if self.config.validation:
-            return f"the {part} data {label!r}"
-        return f"the {part} part of {label!r} (data.split = {self.config.split!r})"
+            return f"the {split} data {label!r}"
+        return f"the {split} split of {label!r} (data.split = {self.config.split!r})"
 
     def _raise_too_short(self, label: str, num_tokens: int) -> None:
         share = (
@@ -482,9 +483,9 @@ class _Maker:
             if not self.config.validation
             else ""
         )
-        part = "data" if self.config.validation else "part of"
+        kind = "data" if self.config.validation else "split of"
         raise DataError(
-            f"the validation {part} {label!r} has {num_tokens:,} tokens, but one sample takes "
+            f"the validation {kind} {label!r} has {num_tokens:,} tokens, but one sample takes "
             f"model.seq_length + 1 = {self.seq_length + 1:,}; {share}use more text, or set "
             f"train.eval_interval = 0"
         )
@@ -501,7 +502,7 @@ def _whole(source: TokenSource) -> tuple[IndexedTokens, int, int]:
 
 
 def split_range(tokens: TokenRange, fractions: Sequence[float]) -> tuple[TokenRange, TokenRange]:
-    """Split a stream by position: training, then validation; a third part is unused.
+    """Split a stream by position: training, then validation; a third share is unused.
 
     Args:
         tokens: The stream.

@@ -88,8 +88,8 @@ def build_sample_index(
     random = np.random.RandomState(seed)
     own = np.arange(begin, end, dtype=np.int32)
     documents = [np.tile(own, count) for count in ([epochs - 1, 1] if separate else [epochs])]
-    for part in documents:
-        random.shuffle(part)
+    for order in documents:
+        random.shuffle(order)
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     borders = [0, before_last, total] if separate else [0, total]
     shuffle = [np.arange(first, last, dtype=dtype) for first, last in itertools.pairwise(borders)]
@@ -393,7 +393,7 @@ def check_not_ended(name: str, number: int, size: int) -> None:
 
 
 def megatron_samples(
-    parts: Sequence[tuple[IndexedTokens, int, int]],
+    sequences: Sequence[tuple[IndexedTokens, int, int]],
     *,
     labels: Sequence[str],
     weights: Sequence[float] | None,
@@ -410,7 +410,7 @@ def megatron_samples(
     """Return the samples of one split of a blend, as ``BlendedMegatronDatasetBuilder`` builds it.
 
     Args:
-        parts: Dataset, first and one after the last sequence of the split, per source.
+        sequences: Dataset, first and one after the last sequence of the split, per source.
         labels: Names of the sources.
         weights: Weights of the sources; ``None`` takes one epoch of each.
         num_samples: Samples that the order is built for: those that the run needed of the split
@@ -426,7 +426,7 @@ def megatron_samples(
     """
 
     def dataset(index: int, size: int | None) -> MegatronDataset:
-        indexed, begin, end = parts[index]
+        indexed, begin, end = sequences[index]
         return MegatronDataset(
             indexed,
             begin=begin,
@@ -440,12 +440,12 @@ def megatron_samples(
             document_mask=document_mask,
         )
 
-    if len(parts) == 1 and (weights is None or alone):
+    if len(sequences) == 1 and (weights is None or alone):
         only = dataset(0, num_samples)
         only.extend(num_read)
         return only
     if weights is None:
-        datasets = [dataset(index, None) for index in range(len(parts))]
+        datasets = [dataset(index, None) for index in range(len(sequences))]
         sizes = [len(one) for one in datasets]
         size = min(max(num_samples, num_read), sum(sizes))
         return MegatronBlend(datasets, sizes, size=size, cache=cache, name=name)

@@ -361,23 +361,23 @@ class _Marks:
 
     def __init__(self) -> None:
         self._num_before = 0
-        self._parts: list[NDArray[np.bool_]] = []
+        self._masks: list[NDArray[np.bool_]] = []
 
     def add(self, count: int, counted: NDArray[np.bool_] | None = None) -> None:
         """Append the marks of some tokens; without marks, all of them count."""
         if counted is not None:
-            self._parts.append(counted)
-        elif self._parts:
-            self._parts.append(np.ones(count, dtype=np.bool_))
+            self._masks.append(counted)
+        elif self._masks:
+            self._masks.append(np.ones(count, dtype=np.bool_))
         else:
             self._num_before += count
 
     def write(self, path: Path) -> bool:
         """Write the marks if there are any."""
-        if self._parts:
+        if self._masks:
             before = np.ones(self._num_before, dtype=np.bool_)
-            path.write_bytes(np.concatenate((before, *self._parts)).tobytes())
-        return bool(self._parts)
+            path.write_bytes(np.concatenate((before, *self._masks)).tobytes())
+        return bool(self._masks)
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

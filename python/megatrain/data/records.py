@@ -118,12 +118,12 @@ def read_records(
         yield from _text_records(shard, on_bad)
         return
     form = FieldForm.of(field, separator)
-    place = "field" if shard.kind in {"jsonl", "json"} else "column"
+    noun = "field" if shard.kind in {"jsonl", "json"} else "column"
     for where, row in _rows(shard, form.names, on_bad):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-            text = form.document(row, template, place=place)
+            text = form.document(row, template, noun=noun)
             _check_surrogates(text if isinstance(text, str) else text.text)
         except DataError:
             raise

@@ -40,7 +40,7 @@ class Cut:
 
 
 def find_cut(tokenizer: Tokenizer, left: str, right: str) -> Cut | None:
-    """Find a place where the tokens of two adjacent texts can be separated.
+    """Find a cut where the tokens of two adjacent texts can be separated.
 
     Args:
         tokenizer: The tokenizer.
@@ -54,14 +54,14 @@ def find_cut(tokenizer: Tokenizer, left: str, right: str) -> Cut | None:
     while True:
         is_whole = size >= max(len(left), len(right))
         # Odd, so that a repeated character gives other tokens in the other context.
-        part = size if is_whole else size // 3 | 1
-        before, after = left[-part:], right[:part]
+        width = size if is_whole else size // 3 | 1
+        before, after = left[-width:], right[:width]
         longer_left = _Encoding.of(tokenizer, left[-size:], after)
         longer_right = _Encoding.of(tokenizer, before, right[:size])
-        common = longer_left.places.keys() & longer_right.places.keys()
-        for place in sorted(common, key=lambda place: (abs(place), place)):
-            first, second = longer_left.places[place], longer_right.places[place]
-            if abs(place) <= part // 2 and longer_left.agrees(first, longer_right, second):
+        common = longer_left.cuts.keys() & longer_right.cuts.keys()
+        for cut in sorted(common, key=lambda cut: (abs(cut), cut)):
+            first, second = longer_left.cuts[cut], longer_right.cuts[cut]
+            if abs(cut) <= width // 2 and longer_left.agrees(first, longer_right, second):
                 head, tail = longer_right.ids[:second], longer_left.ids[first:]
                 return Cut(before=before, head=head, after=after, tail=tail)
         if is_whole:
@@ -71,10 +71,10 @@ def find_cut(tokenizer: Tokenizer, left: str, right: str) -> Cut | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoding:
-    """Tokens of a text, and the places between them: characters from the border, and indices."""
+    """Tokens of a text, and the cuts between them: characters from the border, and indices."""
 
     ids: TokenArray
-    places: Mapping[int, int]
+    cuts: Mapping[int, int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, left: str, right: str) -> _Encoding:
@@ -82,8 +82,8 @@ class _Encoding:
         ends = np.maximum.accumulate(offsets[:, 1])
         # Several tokens may hold parts of the same character.
         between = 1 + np.flatnonzero(ends[:-1] <= offsets[1:, 0])
-        places = (offsets[between, 0] - len(left)).tolist()
-        return cls(ids=ids, places=dict(zip(places, between.tolist(), strict=True)))
+        cuts = (offsets[between, 0] - len(left)).tolist()
+        return cls(ids=ids, cuts=dict(zip(cuts, between.tolist(), strict=True)))
 
     def agrees(self, at: int, other: _Encoding, other_at: int) -> bool:
         def around(ids: TokenArray, index: int) -> tuple[list[int], list[int]]:

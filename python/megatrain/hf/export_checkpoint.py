@@ -128,7 +128,7 @@ def export_checkpoint(
     try:
         with stored, filled_folder(out), torch.no_grad():
             files = write_tensors(
-                out, tensors.specs, tensors.parts(stored), max_shard_bytes=max_shard_bytes
+                out, tensors.specs, tensors.blocks(stored), max_shard_bytes=max_shard_bytes
             )
             stored.verify()
             write_files(kept.tokenizer, out)

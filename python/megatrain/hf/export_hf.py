@@ -80,11 +80,11 @@ class HFTensors:
             row, _ = next(rows_of(info.name, self._table, self._num_experts))
             yield from row.transform.split(read(info.name), self._shape)
 
-    def parts(self, source: ParamSource) -> Iterator[Iterator[Tensor]]:
-        """Yield, in the order of `specs`, the consecutive parts of each tensor.
+    def blocks(self, source: ParamSource) -> Iterator[Iterator[Tensor]]:
+        """Yield, in the order of `specs`, the consecutive blocks of each tensor.
 
         Args:
-            source: Parameters; most of them are read in small blocks. A part is valid until the
+            source: Parameters; most of them are read in small blocks. A block is valid until the
                 next one.
         """
         for info in self._params():

@@ -136,10 +136,10 @@ class HFWeights:
         return total
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a whole parameter; see `part`."""
-        return self.part(name, ShardPosition())
+        """Return a whole parameter; see `shard`."""
+        return self.shard(name, ShardPosition())
 
-    def part(self, name: str, position: ShardPosition) -> Tensor:
+    def shard(self, name: str, position: ShardPosition) -> Tensor:
         """Return a shard of a parameter, in the dtype of its first tensor; see `read_into`."""
         info, (_, names) = self._infos[name], self._rows[name]
         shape = info.local_shape(position.tp_size, ep_size=position.ep_size)
@@ -213,15 +213,15 @@ class HFWeights:
             else:
                 ranges[dims[dim]] = (info.full_shape[dim], at, size)
         if not info.expert:
-            shape = shape.part(position.tp_size)
+            shape = shape.shard(position.tp_size)
         if not _splits_to_views(row, values.shape, shape):
-            parts = [self._read(theirs, ranges) for theirs in names]
-            values.copy_(row.transform.join(parts, shape))
+            tensors = [self._read(theirs, ranges) for theirs in names]
+            values.copy_(row.transform.join(tensors, shape))
             return
         if info.name in _PADDED and self._shape.vocab < self._shape.padded_vocab:
             values.zero_()
-        for theirs, place in zip(names, row.transform.split(values, shape), strict=True):
-            self._read(theirs, ranges, into=place)
+        for theirs, target in zip(names, row.transform.split(values, shape), strict=True):
+            self._read(theirs, ranges, into=target)
 
     def _runs(self, name: str) -> list[tuple[Run, str]] | None:
         """Return the runs of a parameter in its order, with their tensors; see `runs_of`."""
@@ -261,7 +261,7 @@ class HFWeights:
         """Check the shapes and dtypes of all tensors, without reading their values.
 
         Raises:
-            MegacoreError: As `part`.
+            MegacoreError: As `shard`.
         """
         for name, (row, names) in self._rows.items():
             self._check_shapes(self._infos[name], row, names)

@@ -146,18 +146,18 @@ def runs_of(
 # ---- transforms ----------------------------------------------------------------------------------
 
 
-def _join_vocab(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
-    missing = shape.padded_vocab - parts[0].shape[0]
-    return torch.nn.functional.pad(parts[0], (0, 0, 0, missing)) if missing else parts[0]
+def _join_vocab(tensors: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    missing = shape.padded_vocab - tensors[0].shape[0]
+    return torch.nn.functional.pad(tensors[0], (0, 0, 0, missing)) if missing else tensors[0]
 
 
-def _join_qkv(parts: Sequence[Tensor], shape: GPTShape) -> Tensor:
-    rest = parts[0].shape[1:]
-    return torch.cat([part.reshape(shape.num_kv_heads, -1, *rest) for part in parts], dim=1)
+def _join_qkv(tensors: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    rest = tensors[0].shape[1:]
+    return torch.cat([each.reshape(shape.num_kv_heads, -1, *rest) for each in tensors], dim=1)
 
 
 def _split_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
-    return [part.flatten(0, 1) for part in _view_qkv(whole, shape)]
+    return [each.flatten(0, 1) for each in _view_qkv(whole, shape)]
 
 
 def _view_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
@@ -165,8 +165,8 @@ def _view_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
     return torch.split_with_sizes(whole, [shape.q_per_kv * width, width, width], dim=1)
 
 
-def _join_gated_experts(parts: Sequence[Tensor], _shape: GPTShape) -> Tensor:
-    return torch.stack(list(parts)).view(-1, 2, *parts[0].shape)
+def _join_gated_experts(tensors: Sequence[Tensor], _shape: GPTShape) -> Tensor:
+    return torch.stack(list(tensors)).view(-1, 2, *tensors[0].shape)
 
 
 def _halves_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
@@ -183,12 +183,12 @@ def _pairs_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
     return torch.cat((kept, pairs), dim)
 
 
-def _heads(part: Tensor, shape: GPTShape) -> Tensor:
-    return part.view(shape.num_heads, -1, part.shape[-1])
+def _heads(rows: Tensor, shape: GPTShape) -> Tensor:
+    return rows.view(shape.num_heads, -1, rows.shape[-1])
 
 
 SAME = Transform(
-    join=lambda parts, _: parts[0], split=lambda whole, _: [whole], dims={0: 0, 1: 1, 2: 2}
+    join=lambda tensors, _: tensors[0], split=lambda whole, _: [whole], dims={0: 0, 1: 1, 2: 2}
 )
 # Rows of the vocabulary, without the padding.
 VOCABULARY = Transform(
@@ -198,7 +198,7 @@ VOCABULARY = Transform(
 QKV = Transform(join=_join_qkv, split=_split_qkv, dims={0: 0}, views=_view_qkv)
 # Tensors of equal shape along a new first dimension: gate and up, or experts.
 STACKED = Transform(
-    join=lambda parts, _: torch.stack(list(parts)),
+    join=lambda tensors, _: torch.stack(list(tensors)),
     split=lambda whole, _: whole.unbind(0),
     dims={0: TENSORS, 1: 0, 2: 1},
 )
@@ -210,52 +210,52 @@ GATED_EXPERTS = Transform(
 )
 # Rows of heads, ``(N * D, I)`` to ``(N, D, I)``.
 HEADS = Transform(
-    join=lambda parts, shape: _heads(parts[0], shape),
+    join=lambda tensors, shape: _heads(tensors[0], shape),
     split=lambda whole, _: [whole.flatten(0, 1)],
     dims={0: 0},
 )
 # The same, with the last rows of each head rotated in pairs side by side.
 ROTATED_HEADS = Transform(
-    join=lambda parts, shape: _halves_first(_heads(parts[0], shape), 1, shape.rope_head_dim),
+    join=lambda tensors, shape: _halves_first(_heads(tensors[0], shape), 1, shape.rope_head_dim),
     split=lambda whole, shape: [_pairs_first(whole, 1, shape.rope_head_dim).flatten(0, 1)],
     dims={0: 0},
 )
 # The last rows rotated in pairs side by side.
 ROTATED_ROWS = Transform(
-    join=lambda parts, shape: _halves_first(parts[0], 0, shape.rope_head_dim),
+    join=lambda tensors, shape: _halves_first(tensors[0], 0, shape.rope_head_dim),
     split=lambda whole, shape: [_pairs_first(whole, 0, shape.rope_head_dim)],
 )
 # One value or more for each head, grouped by heads of keys and values: `(G, X)`.
 GROUPED = Transform(
-    join=lambda parts, shape: parts[0].view(shape.num_kv_heads, -1),
+    join=lambda tensors, shape: tensors[0].view(shape.num_kv_heads, -1),
     split=lambda whole, _: [whole.flatten()],
     dims={0: 0},
 )
 # Matrices of all experts with inputs first, `(E, I, O)` to `(E, O, I)`.
 TRANSPOSED = Transform(
-    join=lambda parts, _: parts[0].transpose(1, 2),
+    join=lambda tensors, _: tensors[0].transpose(1, 2),
     split=lambda whole, _: [whole.transpose(1, 2)],
     dims={0: 0, 1: 2, 2: 1},
 )
 # Gate and up of all experts in alternating columns, `(E, H, 2F)` to `(E, 2, F, H)`; their biases.
 ALTERNATING = Transform(
-    join=lambda parts, _: parts[0].view(*parts[0].shape[:2], -1, 2).permute(0, 3, 2, 1),
+    join=lambda tensors, _: tensors[0].view(*tensors[0].shape[:2], -1, 2).permute(0, 3, 2, 1),
     split=lambda whole, _: [whole.permute(0, 3, 2, 1).flatten(2)],
     dims={0: 0, 2: 2},
 )
 ALTERNATING_BIAS = Transform(
-    join=lambda parts, _: parts[0].view(len(parts[0]), -1, 2).transpose(1, 2),
+    join=lambda tensors, _: tensors[0].view(len(tensors[0]), -1, 2).transpose(1, 2),
     split=lambda whole, _: [whole.transpose(1, 2).flatten(1)],
     dims={0: 0, 2: 1},
 )
 # The halves of the columns in the other order.
 SWAPPED = Transform(
-    join=lambda parts, _: parts[0].roll(parts[0].shape[1] // 2, 1),
+    join=lambda tensors, _: tensors[0].roll(tensors[0].shape[1] // 2, 1),
     split=lambda whole, _: [whole.roll(whole.shape[1] // 2, 1)],
 )
 # All experts in one tensor `(E, 2F, H)`, gate first.
 JOINED_EXPERTS = Transform(
-    join=lambda parts, _: parts[0].view(len(parts[0]), 2, -1, parts[0].shape[2]),
+    join=lambda tensors, _: tensors[0].view(len(tensors[0]), 2, -1, tensors[0].shape[2]),
     split=lambda whole, _: [whole.flatten(1, 2)],
     dims={0: 0},
 )

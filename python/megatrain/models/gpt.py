@@ -243,7 +243,7 @@ class GPTChunk(Stage):
         tied = self.head is not None and self.shape.tie_embeddings
         return self.head.weight if tied and self.head is not None else None
 
-    def parts(self) -> Iterator[tuple[int, str, nn.Module]]:
+    def ordered_modules(self) -> Iterator[tuple[int, str, nn.Module]]:
         """Yield the embedding, the whole chunk and the modules of all layers, see `Stage`."""
         if self.embedding is not None:
             yield -1, "the embedding", self.embedding

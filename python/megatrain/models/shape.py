@@ -83,7 +83,7 @@ class GPTShape:
         """``(num_kv_heads, (q_per_kv + 2) * head_dim, hidden)``, heads ordered ``q.. k v``."""
         return (self.num_kv_heads, (self.q_per_kv + 2) * self.head_dim, self.hidden)
 
-    def part(self, tp: int) -> GPTShape:
+    def shard(self, tp: int) -> GPTShape:
         """Return the sizes of a tp rank's part of heads and vocabulary."""
         return replace(
             self,

@@ -159,7 +159,7 @@ class Stage(nn.Module):
             if layer.router.expert_bias is not None
         ]
 
-    def parts(self) -> Iterator[tuple[int, str, nn.Module]]:
-        """Yield the order in the model, the name and the module of each part, for diagnoses."""
+    def ordered_modules(self) -> Iterator[tuple[int, str, nn.Module]]:
+        """Yield each module with its order in the model and its name, for diagnoses."""
         for order, (name, module) in enumerate(self.named_modules()):
             yield order if name else 1 << 30, name or "this stage", module

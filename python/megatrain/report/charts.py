@@ -142,14 +142,14 @@ def line_chart(spec: ChartSpec, *, width: int, height: int, font: int = 12) -> s
     if not values:
         return '<p class="empty">no finite value was measured</p>'
     frame = _make_frame(spec, values, width=width, height=height, font=font)
-    parts = [*_grid(frame, font), *_top_axis(spec, frame), *_marks(spec, frame, font)]
-    parts += _references(spec, frame, font)
+    elements = [*_grid(frame, font), *_top_axis(spec, frame), *_marks(spec, frame, font)]
+    elements += _references(spec, frame, font)
     for series in spec.series:
-        parts.append(_dots(series, frame) if series.dots else _path(series, frame))
-    parts.append(element("line", css="cursor", y1=frame.top, y2=frame.bottom))
+        elements.append(_dots(series, frame) if series.dots else _path(series, frame))
+    elements.append(element("line", css="cursor", y1=frame.top, y2=frame.bottom))
     return element(
         "svg",
-        "".join(parts),
+        "".join(elements),
         css="chart",
         viewBox=f"0 0 {width} {height}",
         role="img",
@@ -217,31 +217,31 @@ def _tick_text(tick: float, log: bool) -> str:
 
 
 def _grid(frame: _Frame, font: int) -> list[str]:
-    parts = []
+    elements = []
     for tick in frame.y.ticks:
         _, y = frame.at((frame.x.low, 10**tick if frame.log else tick))
         kind = "axis" if tick == frame.y.low else "grid"
-        parts.append(line(frame.left, y, frame.right, y, css=kind))
-        parts.append(_tick(frame.left - 8, y + font * 0.35, _tick_text(tick, frame.log), "end"))
+        elements.append(line(frame.left, y, frame.right, y, css=kind))
+        elements.append(_tick(frame.left - 8, y + font * 0.35, _tick_text(tick, frame.log), "end"))
     for tick in frame.x.ticks:
         x, bottom = frame.left_of(tick), frame.bottom
-        parts.append(line(x, bottom, x, bottom + 5, css="axis"))
-        parts.append(_tick(x, bottom + font + 8, number_text(tick), "middle"))
-    return parts
+        elements.append(line(x, bottom, x, bottom + 5, css="axis"))
+        elements.append(_tick(x, bottom + font + 8, number_text(tick), "middle"))
+    return elements
 
 
 def _top_axis(spec: ChartSpec, frame: _Frame) -> list[str]:
     """Draw the second axis and, at its right end, its name instead of ticks."""
-    parts = []
+    elements = []
     for step, words in spec.top:
         x = frame.left_of(step)
         if x > frame.right - 60:
             continue
-        parts.append(line(x, frame.top - 5, x, frame.top, css="axis"))
-        parts.append(_tick(x, frame.top - 9, words, "middle"))
+        elements.append(line(x, frame.top - 5, x, frame.top, css="axis"))
+        elements.append(_tick(x, frame.top - 9, words, "middle"))
     if spec.top:
-        parts.append(_tick(frame.right, frame.top - 9, spec.top_name, "end"))
-    return parts
+        elements.append(_tick(frame.right, frame.top - 9, spec.top_name, "end"))
+    return elements
 
 
 def _tick(x: float, y: float, words: str, anchor: str) -> str:
@@ -249,29 +249,29 @@ def _tick(x: float, y: float, words: str, anchor: str) -> str:
 
 
 def _marks(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
-    parts = []
+    elements = []
     for mark in spec.marks:
         step = mark.step - 0.5
         if not frame.x.low <= step <= frame.x.high:
             continue
         x = frame.left_of(step)
-        parts.append(line(x, frame.top, x, frame.bottom, css=f"mark {mark.kind}"))
+        elements.append(line(x, frame.top, x, frame.bottom, css=f"mark {mark.kind}"))
         if mark.label:
             y = frame.top + font
             circle = element("circle", cx=x, cy=y, r=font * 0.75)
             name = text(x, y + font * 0.35, mark.label, text_anchor="middle")
-            parts.append(element("g", circle + name, css="badge"))
-    return parts
+            elements.append(element("g", circle + name, css="badge"))
+    return elements
 
 
 def _references(spec: ChartSpec, frame: _Frame, font: int) -> list[str]:
-    parts = []
+    elements = []
     for reference in spec.references:
         _, y = frame.at((frame.x.low, reference.value))
-        parts.append(line(frame.left, y, frame.right, y, css="reference"))
+        elements.append(line(frame.left, y, frame.right, y, css="reference"))
         name, at = reference.label, (frame.right, y - 6)
-        parts.append(text(*at, name, css="reference", text_anchor="end", font_size=font))
-    return parts
+        elements.append(text(*at, name, css="reference", text_anchor="end", font_size=font))
+    return elements
 
 
 def _path(series: Series, frame: _Frame) -> str:

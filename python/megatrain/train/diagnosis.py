@@ -24,17 +24,17 @@ class NonFinite:
         phase: 0 for weights, 1 for outputs of the forward pass, 2 for gradients.
         order: Order in the phase: by layer in the forward pass, reversed for gradients.
         rank: Global rank.
-        place: Name of the parameter or module.
+        name: Name of the parameter or module.
     """
 
     phase: int
     order: int
     rank: int
-    place: str
+    name: str
 
     def __str__(self) -> str:
         kind = ("weight", "output of", "gradient of")[self.phase]
-        return f"rank {self.rank}, {kind} {self.place}"
+        return f"rank {self.rank}, {kind} {self.name}"
 
 
 class NonFiniteSearch:
@@ -66,11 +66,11 @@ class NonFiniteSearch:
         """
         for chunk in self._chunks:
             for info, param in chunk.param_infos():
-                self._check(param, phase=0, order=0, place=info.name)
+                self._check(param, phase=0, order=0, name=info.name)
         handles = [
-            module.register_forward_hook(self._hook(order, place))
+            module.register_forward_hook(self._hook(order, name))
             for chunk in self._chunks
-            for order, place, module in chunk.parts()
+            for order, name, module in chunk.ordered_modules()
         ]
         try:
             yield
@@ -80,22 +80,22 @@ class NonFiniteSearch:
         for buffer in self._optimizer.buffers:
             for index, (info, _) in reversed(list(enumerate(buffer.params))):
                 order = -_layer(info.name)
-                self._check(buffer.main_grad(index), phase=2, order=order, place=info.name)
+                self._check(buffer.main_grad(index), phase=2, order=order, name=info.name)
 
-    def _hook(self, order: int, place: str) -> Any:
+    def _hook(self, order: int, name: str) -> Any:
         def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
             for value in output if isinstance(output, tuple | list) else [output]:
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    self._check(value, phase=1, order=order, place=place)
+                    self._check(value, phase=1, order=order, name=name)
 
         return check
 
     @torch.no_grad()
-    def _check(self, value: Tensor, *, phase: int, order: int, place: str) -> None:
+    def _check(self, value: Tensor, *, phase: int, order: int, name: str) -> None:
         if self.found is not None and (self.found.phase, self.found.order) <= (phase, order):
             return
         if not torch.isfinite(value).all():
-            self.found = NonFinite(phase=phase, order=order, rank=self._rank, place=place)
+            self.found = NonFinite(phase=phase, order=order, rank=self._rank, name=name)
 
 
 def first_of_all(found: NonFinite | None, world: Group) -> str:

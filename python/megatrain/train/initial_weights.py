@@ -87,5 +87,5 @@ def _fill(pieces: list[ParamPiece], weights: HFWeights, groups: ProcessGroups) -
         info = piece.info
         if info.name != name:
             name = info.name
-            local = weights.part(name, ShardPosition.of(info, groups)).reshape(-1)
+            local = weights.shard(name, ShardPosition.of(info, groups)).reshape(-1)
         piece.tensors[MAIN_PARAM].copy_(local[piece.start : piece.end])

@@ -28,7 +28,7 @@ from megatrain.checkpoint.model_files import (
     files_of_run,
     keep_files,
 )
-from megatrain.checkpoint.run_folder import choose_resume, hold_folders, is_inside, make_place
+from megatrain.checkpoint.run_folder import choose_resume, hold_folders, is_inside, move_aside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
 from megatrain.config.schedule_file import COPY_NAME
@@ -93,7 +93,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         if found.path is None and config.checkpoint.load_weights is not None:
             notes += load_initial_weights(trainer, config.checkpoint.load_weights)
         # Last, after all checks, so that a failed start does not move earlier results.
-        moved = make_place(run_dir, config.checkpoint, found.path, trainer.groups)
+        moved = move_aside(run_dir, config.checkpoint, found.path, trainer.groups)
         run = _Run(
             trainer,
             found,
@@ -369,8 +369,8 @@ class _Run:
             self._write(self._record(step, metrics, {}))
             if search is None:
                 raise
-            place = first_of_all(search.found, trainer.groups.world)
-            raise DivergedError(f"{error}; {place}") from error
+            first = first_of_all(search.found, trainer.groups.world)
+            raise DivergedError(f"{error}; {first}") from error
         return metrics, verdict
 
     def close(self, *, failed: bool) -> None:

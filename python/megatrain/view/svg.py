@@ -82,7 +82,7 @@ def label(
 
 
 def document(
-    width: float, height: float, title: str, parts: Iterable[str], *, page: str | None = PAGE
+    width: float, height: float, title: str, elements: Iterable[str], *, page: str | None = PAGE
 ) -> str:
     """Return a drawing as an SVG document.
 
@@ -90,11 +90,11 @@ def document(
         width: Width in pixels.
         height: Height in pixels.
         title: Description for screen readers.
-        parts: Its elements, back to front.
+        elements: SVG elements, back to front.
         page: Colour of the background; ``None`` leaves it transparent.
     """
     background = [] if page is None else [rect(0, 0, width, height, fill=page)]
-    drawing = "\n".join((*background, *parts))
+    drawing = "\n".join((*background, *elements))
     content = f"\n{element('style', dark_rules(drawing, _CLASS))}\n{drawing}\n"
     root = element(
         "svg",

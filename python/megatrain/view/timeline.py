@@ -112,7 +112,7 @@ def timeline_svg(
     page_width = frame.left + frame.width + _BUSY_W + _MARGIN
     page_height = frame.bottom + _AXIS_H + _MARGIN - 8
     unit = unit or ("ms" if is_us else "")
-    parts = [
+    elements = [
         *_head(boxes, len(ranks), end, title, unit, idle_name),
         *_legend(boxes),
         *_tracks(boxes, ranks, frame, end),
@@ -120,7 +120,7 @@ def timeline_svg(
         *_axis(frame, unit),
     ]
     title, page = title or "pipeline timeline", PAGE if background else None
-    return document(page_width, page_height, title, parts, page=page)
+    return document(page_width, page_height, title, elements, page=page)
 
 
 def _boxes(events: Iterable[Any]) -> tuple[list[_Box], list[int], bool]:
@@ -199,28 +199,30 @@ def _head(
 
 def _legend(boxes: Sequence[_Box]) -> list[str]:
     """Return one entry per kind: its name and a swatch per chunk."""
-    parts, x, y = [], float(_MARGIN), float(_MARGIN + _TITLE_H)
+    elements, x, y = [], float(_MARGIN), float(_MARGIN + _TITLE_H)
     num_chunks = _num_chunks(boxes)
     for kind, colour in kind_colours().items():
         if not any(box.action.kind == kind for box in boxes):
             continue
-        parts.append(label(x, y + 11, colour.name, 12.5))
+        elements.append(label(x, y + 11, colour.name, 12.5))
         x += 7.4 * len(colour.name) + 10
         for chunk in range(num_chunks):
             shade = hex_colour(*colour.rgb(chunk, num_chunks))
-            parts.append(rect(x, y - 1, 22, 15, fill=shade, rx=3))
+            elements.append(rect(x, y - 1, 22, 15, fill=shade, rx=3))
             if num_chunks > 1:
-                parts.append(_numbers([_number(x + 11, y + 11, chunk, colour, chunk, num_chunks)]))
+                elements.append(
+                    _numbers([_number(x + 11, y + 11, chunk, colour, chunk, num_chunks)])
+                )
             x += 26
         x += 22
     if num_chunks > 1:
         meaning = "shade: model chunk of the rank"
-        parts.append(label(x, y + 11, meaning, 12.5, fill=MUTED))
+        elements.append(label(x, y + 11, meaning, 12.5, fill=MUTED))
         x += 7.0 * len(meaning) + 14
     if boxes:
-        parts.append(rect(x, y - 1, 22, 15, fill=TRACK, rx=3))
-        parts.append(label(x + 30, y + 11, "idle", 12.5))
-    return parts
+        elements.append(rect(x, y - 1, 22, 15, fill=TRACK, rx=3))
+        elements.append(label(x + 30, y + 11, "idle", 12.5))
+    return elements
 
 
 def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: float) -> list[str]:
@@ -228,21 +230,21 @@ def _tracks(boxes: Sequence[_Box], ranks: Sequence[int], frame: _Frame, end: flo
     busy = [0.0] * len(ranks)
     for box in boxes:
         busy[box.row] += box.end - box.start
-    parts = []
+    elements = []
     for row, rank in enumerate(ranks):
         y = frame.y(row)
-        parts.append(rect(frame.left, y, end * frame.scale, _ROW_H, fill=TRACK, rx=4))
-        parts.append(label(_MARGIN, y + 22, f"rank {rank}", 13.5, weight=600))
+        elements.append(rect(frame.left, y, end * frame.scale, _ROW_H, fill=TRACK, rx=4))
+        elements.append(label(_MARGIN, y + 22, f"rank {rank}", 13.5, weight=600))
         idle = 1 - busy[row] / end if end > 0 else 0.0
         share = f"idle {max(idle, 0.0):.1%}"
-        parts.append(label(frame.left + frame.width + 12, y + 22, share, 12.5, fill=MUTED))
-    return parts
+        elements.append(label(frame.left + frame.width + 12, y + 22, share, 12.5, fill=MUTED))
+    return elements
 
 
 def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
     num_chunks, colours = _num_chunks(boxes), kind_colours()
     label_w = _label_width(boxes)
-    parts: list[str] = []
+    elements: list[str] = []
     numbers: list[str] = []
     paths = defaultdict(list)
     for box in boxes:
@@ -258,27 +260,27 @@ def _draw_boxes(boxes: Sequence[_Box], frame: _Frame) -> list[str]:
             length = f"{box.start:.4g} to {box.end:.4g}"
             tip = f"{box.action}: stage {box.action.stage}, chunk {box.chunk}, {length}"
             corner = min(3.0, box_width / 5)
-            parts.append(rect(x, y, box_width - gap, _ROW_H, tip=tip, fill=shade, rx=corner))
+            elements.append(rect(x, y, box_width - gap, _ROW_H, tip=tip, fill=shade, rx=corner))
         if label_w <= box_width:
             middle = x + (box_width - gap) / 2
             number = box.action.microbatch
             numbers.append(_number(middle, y + 22, number, colour, box.chunk, num_chunks))
     shapes = [element("path", fill=shade, d="".join(d)) for shade, d in paths.items()]
-    return [*shapes, *parts, *([_numbers(numbers)] if numbers else [])]
+    return [*shapes, *elements, *([_numbers(numbers)] if numbers else [])]
 
 
 def _axis(frame: _Frame, unit: str) -> list[str]:
     makespan = frame.width / frame.scale
     step = _nice_step(makespan / max(frame.width / 90, 2))
-    parts, y = [], frame.bottom + 20
+    elements, y = [], frame.bottom + 20
     for number in range(math.floor(makespan / step * 1.0001) + 1):
         tick = number * step
         x = frame.x(tick)
-        parts.append(label(x, y, f"{tick:g}", 11.5, fill=MUTED, anchor="middle"))
+        elements.append(label(x, y, f"{tick:g}", 11.5, fill=MUTED, anchor="middle"))
     name = f"time, {unit}" if unit else "time"
     # Beyond the last tick, which can be at the very end.
-    parts.append(label(frame.left + frame.width + 26, y, name, 11.5, fill=MUTED))
-    return parts
+    elements.append(label(frame.left + frame.width + 26, y, name, 11.5, fill=MUTED))
+    return elements
 
 
 def _nice_step(least: float) -> float:

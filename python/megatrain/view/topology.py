@@ -79,20 +79,20 @@ def topology_svg(topology: Topology, *, gpus_per_node: int = 8) -> str:
     gpus_per_node = min(gpus_per_node, topology.world_size)
     panel_w = _panel_width(topology.world_size, gpus_per_node)
     columns = 2  # the title needs as much
-    parts: list[str] = []
+    elements: list[str] = []
     y = float(_MARGIN + _TITLE_H)
     for name, view in _sections(topology):
         panels = _panels(view, gpus_per_node)
         columns = max(columns, len(panels))
-        parts += _section_head(y, name, view, empty=not panels)
+        elements += _section_head(y, name, view, empty=not panels)
         y += _SECTION_H
         height = max(map(_panel_height, panels), default=0.0)
         for column, panel in enumerate(panels):
             x = _MARGIN + column * (panel_w + _PANEL_GAP)
-            parts += _draw_panel(panel, x, y, panel_w, height)
+            elements += _draw_panel(panel, x, y, panel_w, height)
         y += height + _PANEL_GAP
     width = 2 * _MARGIN + columns * (panel_w + _PANEL_GAP) - _PANEL_GAP
-    return _document(width, y + _MARGIN - _PANEL_GAP, topology, gpus_per_node, parts)
+    return _document(width, y + _MARGIN - _PANEL_GAP, topology, gpus_per_node, elements)
 
 
 def _sections(topology: Topology) -> list[tuple[str, RankGenerator]]:
@@ -102,7 +102,7 @@ def _sections(topology: Topology) -> list[tuple[str, RankGenerator]]:
 
 
 def _document(
-    width: float, height: float, topology: Topology, gpus_per_node: int, parts: Sequence[str]
+    width: float, height: float, topology: Topology, gpus_per_node: int, elements: Sequence[str]
 ) -> str:
     num_nodes = -(-topology.world_size // gpus_per_node)
     nodes = f"{_count(num_nodes, 'node')} of {_count(gpus_per_node, 'rank')}"
@@ -115,7 +115,7 @@ def _document(
     )
     lines = [label(_MARGIN, 50, title, 24, weight=700)]
     lines += [label(_MARGIN, 74 + 20 * i, line, 14, fill=MUTED) for i, line in enumerate(how)]
-    return document(width, height, title, (*lines, *parts), page=_PAGE)
+    return document(width, height, title, (*lines, *elements), page=_PAGE)
 
 
 def _section_head(y: float, name: str, view: RankGenerator, *, empty: bool) -> list[str]:
@@ -194,15 +194,15 @@ def _panel_height(panel: _Panel) -> float:
 
 def _draw_panel(panel: _Panel, x: float, y: float, width: float, height: float) -> list[str]:
     num_groups, group_size = panel.groups.shape
-    parts = [rect(x, y, width, height, fill=_CARD, rx=12, stroke=_LINE)]
+    elements = [rect(x, y, width, height, fill=_CARD, rx=12, stroke=_LINE)]
     left = x + _PANEL_PAD
     heading = f"{panel.axis} {group_size:,}"
-    parts.append(label(left, y + 34, heading, 20, weight=700))
-    parts.append(
+    elements.append(label(left, y + 34, heading, 20, weight=700))
+    elements.append(
         label(left + 20 + 12 * len(heading), y + 34, _count(num_groups, "group"), 13, fill=MUTED)
     )
-    parts.append(label(left, y + 58, _MEANINGS[panel.axis], 13, fill=MUTED))
-    parts += _badge(x + width - _PANEL_PAD, y + 17, near=panel.stays_in_node)
+    elements.append(label(left, y + 58, _MEANINGS[panel.axis], 13, fill=MUTED))
+    elements += _badge(x + width - _PANEL_PAD, y + 17, near=panel.stays_in_node)
     per_row = _nodes_per_row(panel.num_nodes, panel.gpus_per_node)
     node_w, node_h = _node_size(panel.gpus_per_node)
     group_of = _group_numbers(panel)
@@ -210,14 +210,14 @@ def _draw_panel(panel: _Panel, x: float, y: float, width: float, height: float) 
     for i, node in enumerate(panel.nodes):
         node_x = left + i % per_row * (node_w + _NODE_GAP)
         node_y = y + _PANEL_HEAD + i // per_row * (node_h + _NODE_GAP)
-        parts += _draw_node(panel, node, node_x, node_y, group_of, colours)
+        elements += _draw_node(panel, node, node_x, node_y, group_of, colours)
     rows = -(-len(panel.nodes) // per_row)
     legend_y = y + _PANEL_HEAD + rows * (node_h + _NODE_GAP)
     for i, line in enumerate(_legend(panel)):
         step = (width - 2 * _PANEL_PAD) / max(2, len(line))
         for k, (group, text) in enumerate(line):
-            parts += _chip(left + k * step, legend_y + i * _CHIP_H, group, text, colours)
-    return parts
+            elements += _chip(left + k * step, legend_y + i * _CHIP_H, group, text, colours)
+    return elements
 
 
 def _draw_node(
@@ -229,8 +229,8 @@ def _draw_node(
     colours: dict[int, str],
 ) -> list[str]:
     width, height = _node_size(panel.gpus_per_node)
-    parts = [rect(x, y, width, height, fill=_NODE, rx=8, stroke=_LINE)]
-    parts.append(label(x + _NODE_PAD, y + 15, f"node {node:,}", 11, fill=MUTED, weight=600))
+    elements = [rect(x, y, width, height, fill=_NODE, rx=8, stroke=_LINE)]
+    elements.append(label(x + _NODE_PAD, y + 15, f"node {node:,}", 11, fill=MUTED, weight=600))
     first = node * panel.gpus_per_node
     columns = _gpu_columns(panel.gpus_per_node)
     for i in range(panel.gpus_per_node):
@@ -256,8 +256,8 @@ def _draw_node(
             label(middle, cell_y + 16, rank, size, weight=600, anchor="middle"),
             label(middle, cell_y + 29, f"g{group}", small, fill=_GROUP, anchor="middle"),
         )
-        parts.append(element("g", "".join(cell)))
-    return parts
+        elements.append(element("g", "".join(cell)))
+    return elements
 
 
 def _group_numbers(panel: _Panel) -> dict[int, int]:

@@ -12,7 +12,7 @@ import pytest
 from megacore.errors import ConfigError
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint.changes import compare_settings
-from megatrain.checkpoint.run_folder import hold_folders, make_place
+from megatrain.checkpoint.run_folder import hold_folders, move_aside
 from megatrain.config.resolved import ResolvedCheckpointConfig
 from tests.support.checkpoints import ThreadWorld
 
@@ -57,7 +57,7 @@ def _tree(folder: Path) -> set[str]:
 
 def test_a_new_folder_needs_no_place(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    assert make_place(*_folders(tmp_path), None, GROUPS) == ()
+    assert move_aside(*_folders(tmp_path), None, GROUPS) == ()
     assert _tree(tmp_path) == {"notes.txt"}
 
 
@@ -70,7 +70,7 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
     for name in further:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x")
-    [note] = make_place(*_folders(tmp_path), None, GROUPS)
+    [note] = move_aside(*_folders(tmp_path), None, GROUPS)
     place = tmp_path / "previous-1"
     assert note == (
         f"results of an earlier run were moved to {place}; to continue it, start with "
@@ -85,7 +85,7 @@ def test_a_fresh_run_moves_all_of_the_former_one_and_only_that(tmp_path: Path) -
 def test_each_former_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     for text in ("first", "second"):
         _leave_results(tmp_path, text)
-        make_place(*_folders(tmp_path), None, GROUPS)
+        move_aside(*_folders(tmp_path), None, GROUPS)
     assert (tmp_path / "previous-1" / "metrics.jsonl").read_text() == "first"
     assert (tmp_path / "previous-2" / "metrics.jsonl").read_text() == "second"
 
@@ -93,14 +93,14 @@ def test_each_former_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_an_empty_metrics_file_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.toml").write_text("")
-    assert make_place(*_folders(tmp_path), None, GROUPS) == ()
+    assert move_aside(*_folders(tmp_path), None, GROUPS) == ()
 
 
 def test_checkpoints_elsewhere_stay_on_their_disk(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "big"
     _leave_results(run)
     _leave_checkpoint(elsewhere)
-    [note] = make_place(*_folders(run, elsewhere), None, GROUPS)
+    [note] = move_aside(*_folders(run, elsewhere), None, GROUPS)
     assert f"{elsewhere / 'previous-1'} and {run / 'previous-1'};" in note
     assert _tree(elsewhere) == {"previous-1/latest", "previous-1/step_00000007/index.json"}
 
@@ -110,7 +110,7 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
     run.mkdir()
     _leave_checkpoint(elsewhere)
     (run / "checkpoints").symlink_to(elsewhere)
-    make_place(*_folders(run), None, GROUPS)
+    move_aside(*_folders(run), None, GROUPS)
     assert (run / "checkpoints").is_symlink()
     assert _tree(elsewhere) == {"previous-1/latest", "previous-1/step_00000007/index.json"}
 
@@ -118,7 +118,7 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
 def test_checkpoints_elsewhere_are_left_alone_by_a_run_that_saves_none(tmp_path: Path) -> None:
     found = _leave_checkpoint(tmp_path / "big")
     assert (
-        make_place(*_folders(tmp_path / "run", tmp_path / "big", interval=-1), None, GROUPS) == ()
+        move_aside(*_folders(tmp_path / "run", tmp_path / "big", interval=-1), None, GROUPS) == ()
     )
     assert found.exists()
 
@@ -126,7 +126,7 @@ def test_checkpoints_elsewhere_are_left_alone_by_a_run_that_saves_none(tmp_path:
 def test_a_folder_for_results_and_checkpoints_alike(tmp_path: Path) -> None:
     _leave_results(tmp_path)
     _leave_checkpoint(tmp_path)
-    make_place(*_folders(tmp_path, tmp_path), None, GROUPS)
+    move_aside(*_folders(tmp_path, tmp_path), None, GROUPS)
     assert {path.name for path in tmp_path.iterdir()} == {"previous-1"}
     assert "step_00000007/index.json" in _tree(tmp_path / "previous-1")
 
@@ -136,22 +136,22 @@ def test_continuing_moves_nothing_also_with_another_checkpoint_folder(tmp_path: 
     _leave_results(run)
     found = _leave_checkpoint(run / "checkpoints")
     for folders in (_folders(run), _folders(run, tmp_path / "another-disk")):
-        assert make_place(*folders, found, GROUPS) == ()
+        assert move_aside(*folders, found, GROUPS) == ()
     assert (run / "metrics.jsonl").exists()
     outside = _leave_checkpoint(tmp_path / "big")
-    assert make_place(*_folders(run, tmp_path / "big"), outside, GROUPS) == ()
+    assert move_aside(*_folders(run, tmp_path / "big"), outside, GROUPS) == ()
 
 
 def test_starting_from_another_run_moves_what_is_here_but_not_its_source(tmp_path: Path) -> None:
     run = tmp_path / "run"
     _leave_results(run)
     source = _leave_checkpoint(tmp_path / "other" / "checkpoints")
-    assert make_place(*_folders(run), source, GROUPS) != ()
+    assert move_aside(*_folders(run), source, GROUPS) != ()
     assert source.exists()
     # One of the runs that were here before is another run, too.
     _leave_results(run)
     source = _leave_checkpoint(run / "previous-1" / "checkpoints")
-    [note] = make_place(*_folders(run), source, GROUPS)
+    [note] = move_aside(*_folders(run), source, GROUPS)
     assert note.endswith(str(run / "previous-2"))
     assert source.exists()
 

@@ -116,7 +116,7 @@ def test_shards_of_ranks_are_those_of_the_whole(name: str, tmp_path: Path) -> No
             if info.expert:
                 position = ShardPosition(tp_position=at, tp_size=2, ep_position=1 - at, ep_size=2)
             wanted = shard(expected[key], info, **vars(position))
-            assert torch.equal(found.part(key, position), wanted), key
+            assert torch.equal(found.shard(key, position), wanted), key
 
 
 def test_a_shard_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_shard_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.Monke
         opened = open_folder(folder)
         weights = HFWeights(opened.files, opened.config, *sections_from_hf(opened.config))
         num_bytes.clear()
-        weights.part(name, position)
+        weights.shard(name, position)
         return sum(num_bytes)
 
     for name in ("qwen3", "gpt-oss"):

@@ -77,8 +77,8 @@ def test_a_part_is_the_shard_of_the_whole(name: str, tmp_path: Path) -> None:
         for at, ep_at in itertools.product(range(tp), range(ep)):
             position = ShardPosition(tp_position=at, tp_size=tp, ep_position=ep_at, ep_size=ep)
             expected = shard(whole, info, **vars(position))
-            assert torch.equal(weights.part(info.name, position), expected), info.name
-            assert torch.equal(in_memory.part(info.name, position), expected), info.name
+            assert torch.equal(weights.shard(info.name, position), expected), info.name
+            assert torch.equal(in_memory.shard(info.name, position), expected), info.name
 
 
 def test_only_the_values_of_a_shard_are_read(
@@ -102,7 +102,7 @@ def test_only_the_values_of_a_shard_are_read(
         "layers.1.attention.qkv": ShardPosition(tp_position=1, tp_size=2),
         "embedding": ShardPosition(tp_position=0, tp_size=2),
     }.items():
-        part = weights.part(name, position)
+        part = weights.shard(name, position)
         assert sum(num_bytes) == part.nbytes, name
         num_bytes.clear()
 

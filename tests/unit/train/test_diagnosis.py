@@ -76,8 +76,8 @@ def test_the_last_layer_with_a_spoiled_gradient_is_named(trainer: Trainer) -> No
 
 
 def test_of_all_ranks_the_first_in_the_order_of_the_step_is_told() -> None:
-    late = NonFinite(phase=2, order=-3, rank=0, place="layers.3.w")
-    early = NonFinite(phase=1, order=2, rank=1, place="layers.2")
+    late = NonFinite(phase=2, order=-3, rank=0, name="layers.3.w")
+    early = NonFinite(phase=1, order=2, rank=1, name="layers.2")
     assert min(late, early) == early
     world = ProcessGroups.single().world
     assert first_of_all(early, world) == "the first non-finite value: rank 1, output of layers.2"
@@ -93,6 +93,6 @@ def test_rows_that_did_not_arrive_are_not_searched() -> None:
         groups=ProcessGroups.single(),
         moe=MoEConfig(num_experts=4),
     )
-    searched = [module for _, _, module in chunk.parts()]
+    searched = [module for _, _, module in chunk.ordered_modules()]
     assert any(isinstance(module, MoELayer) for module in searched)
     assert not any(isinstance(module, GroupedExperts) for module in searched)
