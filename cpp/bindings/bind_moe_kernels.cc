@@ -1,10 +1,8 @@
 #include <cstdint>
-#include <string_view>
 
 #include "bindings.h"
 #include "megacore/base/check.h"
 #include "megacore/moe/echo_counts.h"
-#include "megacore/moe/fp8.h"
 #include "megacore/moe/grouped_arguments.h"
 #include "megacore/moe/grouped_gemm.h"
 #include "megacore/moe/reroute.h"
@@ -89,46 +87,6 @@ void bind_reroute(py::module_& module) {
       "slot_expert", "tokens", "place_of");
 }
 
-void bind_fp8(py::module_& module) {
-  def_kernel(
-      module, "quantize_rows",
-      [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t num_rows, int64_t rows,
-         int64_t width, std::string_view dtype, int num_threads) {
-        for_dtype(dtype, [&](auto element) {
-          moe::quantize_rows(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
-                             pointer<float>(scales), pointer<const int64_t>(num_rows), rows, width,
-                             num_threads);
-        });
-      },
-      "x", "values", "scales", "num_rows", "rows", "width", "dtype", "num_threads");
-  def_kernel(
-      module, "quantize_columns",
-      [](uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t m_splits, int64_t rows,
-         int64_t num_experts, int64_t width, bool transposed, std::string_view dtype,
-         int num_threads) {
-        for_dtype(dtype, [&](auto element) {
-          moe::quantize_columns(
-              pointer<const decltype(element)>(x), pointer<uint8_t>(values), pointer<float>(scales),
-              moe::ExpertRows{pointer<const int64_t>(m_splits), rows, num_experts, width},
-              transposed, num_threads);
-        });
-      },
-      "x", "values", "scales", "m_splits", "rows", "num_experts", "width", "transposed", "dtype",
-      "num_threads");
-  def_kernel(
-      module, "quantize_blocks",
-      [](uintptr_t x, uintptr_t values, uintptr_t scales, int64_t num_experts, int64_t height,
-         int64_t width, bool transposed, std::string_view dtype, int num_threads) {
-        for_dtype(dtype, [&](auto element) {
-          moe::quantize_blocks(pointer<const decltype(element)>(x), pointer<uint8_t>(values),
-                               pointer<float>(scales), num_experts, height, width, transposed,
-                               num_threads);
-        });
-      },
-      "x", "values", "scales", "num_experts", "height", "width", "transposed", "dtype",
-      "num_threads");
-}
-
 }  // namespace
 
 void bind_moe_kernels(py::module_& module) {
@@ -136,7 +94,6 @@ void bind_moe_kernels(py::module_& module) {
   bind_grouped_arguments(module);
   bind_echo_counts(module);
   bind_reroute(module);
-  bind_fp8(module);
 }
 
 }  // namespace megacore::bindings

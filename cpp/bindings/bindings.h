@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string_view>
 
 #include "def_kernel.h"
 #include "megacore/base/check.h"
@@ -16,17 +15,6 @@ namespace megacore::bindings {
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
-}
-
-// Calls `run` with an element of the type with this name in torch; bfloat16 is an unsigned integer.
-template <typename Run>
-void for_dtype(std::string_view dtype, const Run& run) {
-  if (dtype == "float32") {
-    run(float{});
-    return;
-  }
-  MC_REQUIRE(dtype == "bfloat16", "dtype must be float32 or bfloat16 on CPUs, got \"{}\"", dtype);
-  run(uint16_t{});
 }
 
 void bind_parallel(pybind11::module_& module);

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cmath>
+#include <vector>
 
 #include "megacore/layers/dense.h"
 #include "megacore/layers/dropout.h"
 #include "megacore/moe/activations.h"
+#include "megacore/moe/fp8.h"
 #include "megacore/moe/permutation.h"
 #include "megacore/moe/router.h"
 #include "tensor.h"
@@ -253,6 +255,45 @@ inline void check_top_k(const Tensor& scores, int64_t k) {
   MC_REQUIRE(scores.dim() == 2 && k >= 1 && k <= scores.size(1),
              "k must be in [1, E] for scores (T, E), got {} for {}", k, shape_text(scores));
 }
+
+// ---- 8-bit floats -------------------------------------------------------------------------------
+inline void check_quantize_rows(const Tensor& x, const std::optional<Tensor>& num_rows) {
+  MC_REQUIRE(x.dim() == 2, "x must be (M, K), got {}", shape_text(x));
+  check_scalar("num_rows", num_rows);
+}
+
+// REQUIRES: contiguous splits.
+inline moe::ExpertRows checked_expert_rows(const Tensor& x, const std::optional<Tensor>& m_splits) {
+  MC_REQUIRE(x.dim() == 2, "x must be (M, K), got {}", shape_text(x));
+  MC_REQUIRE(!m_splits || (m_splits->dim() == 1 && m_splits->dtype() == kDTypes.int64),
+             "m_splits must be (E,) int64, got {}", shape_text(*m_splits));
+  return {data_of<int64_t>(m_splits), x.size(0), m_splits ? m_splits->size(0) : 1, x.size(1)};
+}
+
+// Shapes of quantized columns, which are flat in memory if they are transposed.
+struct QuantizedColumns {
+  QuantizedColumns(const moe::ExpertRows& rows, bool transposed)
+      : scales{moe::row_blocks(rows.rows, rows.num_experts), rows.width} {
+    if (transposed) {
+      values = {scales[0] * moe::kScaleBlock * rows.width};
+    } else {
+      values = {rows.rows, rows.width};
+    }
+  }
+  std::vector<int64_t> values;
+  std::array<int64_t, 2> scales;
+};
+
+// Shapes of quantized matrices (E, N, K).
+struct QuantizedBlocks {
+  QuantizedBlocks(const Tensor& w, bool transposed) {
+    MC_REQUIRE(w.dim() == 3, "w must be (E, N, K), got {}", shape_text(w));
+    values = {w.size(0), w.size(transposed ? 2 : 1), w.size(transposed ? 1 : 2)};
+    scales = {values[0], moe::scale_blocks(values[1]), moe::scale_blocks(values[2])};
+  }
+  std::array<int64_t, 3> values;
+  std::array<int64_t, 3> scales;
+};
 
 // ---- router -------------------------------------------------------------------------------------
 inline moe::RouterRule checked_rule(const Tensor& logits,

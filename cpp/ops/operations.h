@@ -119,6 +119,15 @@ Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map);
 // The columns with the k largest scores of each row, the first of equal ones.
 Tensor top_k(Tensor scores, int64_t k);
 
+// Elements rounded to 8-bit floats and a float32 scale per block: of 128 columns of a row, of the rows
+// of an expert and a column (`m_splits`, or one expert), and of 128 x 128 elements of a matrix. See
+// moe/fp8.h for the shapes; rows from `num_rows`, an int64 scalar, on are neither read nor written.
+std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::optional<Tensor> num_rows);
+std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
+                                            std::optional<Tensor> m_splits,
+                                            bool transposed);
+std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed);
+
 // Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
 // the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:
 // float32, contiguous. With it the result has no elements, else it has the dtype of a. `mask`, one

@@ -829,39 +829,3 @@ def reroute(
     tokens: int,
     place_of: int,
 ) -> None: ...
-def quantize_rows(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def quantize_columns(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    m_splits: int,
-    rows: int,
-    num_experts: int,
-    width: int,
-    transposed: bool,
-    dtype: str,
-    num_threads: int,
-) -> None: ...
-def quantize_blocks(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    num_experts: int,
-    height: int,
-    width: int,
-    transposed: bool,
-    dtype: str,
-    num_threads: int,
-) -> None: ...

@@ -37,44 +37,6 @@ def decide_step(
     stream: int,
 ) -> None: ...
 
-# See cuda/include/megacore/cuda/fp8.h.
-def quantize_rows(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    num_rows: int,
-    rows: int,
-    width: int,
-    dtype: str,
-    stream: int,
-) -> None: ...
-def quantize_columns(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    m_splits: int,
-    rows: int,
-    num_experts: int,
-    width: int,
-    transposed: bool,
-    dtype: str,
-    stream: int,
-) -> None: ...
-def quantize_blocks(
-    *,
-    x: int,
-    values: int,
-    scales: int,
-    num_experts: int,
-    height: int,
-    width: int,
-    transposed: bool,
-    dtype: str,
-    stream: int,
-) -> None: ...
-
 # Tensors are addresses; enumerators are numbers; see cuda/include/megacore/cuda/grouped_gemm.h.
 def grouped_gemm_archs() -> list[str]: ...
 

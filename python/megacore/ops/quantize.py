@@ -9,17 +9,12 @@ Shapes: M rows, K columns, E experts or matrices, N rows of a matrix; G blocks o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megacore.ops.gemm_cuda import MAX_EXPERTS
-from megacore.ops.register import DTYPES, define_op, native
-
-Kernel = Callable[..., None]
+from megacore.ops.register import define_compiled
 
 BLOCK = 128
 _FORMAT = torch.float8_e4m3fn
@@ -194,65 +189,24 @@ def _blocks_fake(w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return w.new_empty(num, height, width, dtype=_FORMAT), scales
 
 
-def _run_rows(kernel: Kernel, x: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    x, results = x.contiguous(), _rows_fake(x)
-    count = 0 if num_rows is None else num_rows.data_ptr()
-    kernel(**_arguments(x, results), num_rows=count, rows=len(x), width=x.shape[1])
-    return results
-
-
-def _run_columns(
-    kernel: Kernel, x: Tensor, m_splits: Tensor | None, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    x, results = x.contiguous(), _columns_fake(x, m_splits, transposed)
-    m_splits = None if m_splits is None else m_splits.contiguous()
-    kernel(
-        **_arguments(x, results),
-        m_splits=0 if m_splits is None else m_splits.data_ptr(),
-        rows=x.shape[0],
-        num_experts=1 if m_splits is None else len(m_splits),
-        width=x.shape[1],
-        transposed=transposed,
-    )
-    return results
-
-
-def _run_blocks(kernel: Kernel, w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    w, results = w.contiguous(), _blocks_fake(w, transposed)
-    num, height, width = w.shape
-    sizes = {"num_experts": num, "height": height, "width": width}
-    kernel(**_arguments(w, results), **sizes, transposed=transposed)
-    return results
-
-
-def _arguments(x: Tensor, results: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    values, scales = (result.data_ptr() for result in results)
-    return {
-        "x": x.data_ptr(),
-        "values": values,
-        "scales": scales,
-        "dtype": DTYPES[x.dtype],
-        "num_threads": torch.get_num_threads(),
-    }
-
-
 def _columns_fit(x: Tensor, m_splits: Tensor | None, transposed: bool) -> bool:
     del x, transposed
     return m_splits is None or 1 <= len(m_splits) <= MAX_EXPERTS
 
 
-_quantize_rows = define_op(
+_quantize_rows = define_compiled(
     "quantize_rows(Tensor x, Tensor? num_rows=None) -> (Tensor, Tensor)",
-    **native("quantize_rows", _run_rows, quantize_rows_reference),
+    reference=quantize_rows_reference,
     fake=_rows_fake,
 )
-_quantize_columns = define_op(
+_quantize_columns = define_compiled(
     "quantize_columns(Tensor x, Tensor? m_splits, bool transposed) -> (Tensor, Tensor)",
-    **native("quantize_columns", _run_columns, quantize_columns_reference, cuda_fits=_columns_fit),
+    reference=quantize_columns_reference,
+    cuda_fits=_columns_fit,
     fake=_columns_fake,
 )
-_quantize_blocks = define_op(
+_quantize_blocks = define_compiled(
     "quantize_blocks(Tensor w, bool transposed) -> (Tensor, Tensor)",
-    **native("quantize_blocks", _run_blocks, quantize_blocks_reference),
+    reference=quantize_blocks_reference,
     fake=_blocks_fake,
 )

@@ -13,7 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.ops import dropout, normed_rotation, rotation, routing, topk  # noqa: F401  registers
+from megacore.ops import (  # noqa: F401  registers
+    dropout,
+    normed_rotation,
+    quantize,
+    rotation,
+    routing,
+    topk,
+)
 from megacore.ops.dense import add_rms_norm, rms_norm
 from megacore.ops.gemm import grouped_gemm
 from megacore.ops.grouped_product import grouped_product
@@ -51,6 +58,9 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "unpermute_both": [rows, draw(7), row_map],
         "row_dots": [tokens, rows, row_map],
         "top_k": [rows, 3],
+        "quantize_rows": [rows, None],
+        "quantize_columns": [rows, torch.tensor([7]), True],
+        "quantize_blocks": [w, True],
         "route": [draw(7, 4), draw(4), None, torch.zeros(4).long(), *routed],
         "route_backward": [
             *(draw(7, 2), draw(7, 4), torch.tensor([[0, 1]] * 7), draw(1, 4)),
@@ -151,6 +161,10 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("norm_and_rotate", {1: torch.ones(5)}, r"weights of norms must be \(D,\), got \(5,\)"),
         ("norm_and_rotate", {2: torch.ones(6).half()}, "weights of norms must have the dtype"),
         ("norm_and_rotate_backward", {6: torch.ones(7)}, "a float32 number per normalized head"),
+        ("quantize_rows", {0: torch.ones(7)}, r"x must be \(M, K\), got \(7,\)"),
+        ("quantize_rows", {1: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),
+        ("quantize_columns", {1: torch.tensor([7.0])}, r"m_splits must be \(E,\) int64, got \(1,"),
+        ("quantize_blocks", {0: torch.ones(7, 8)}, r"w must be \(E, N, K\), got \(7, 8\)"),
         ("route", {0: torch.ones(7, 4).double()}, r"logits must be \(T, E\) float32"),
         ("route", {1: torch.ones(5)}, r"bias must be \(4,\), got \(5,\)"),
         ("route", {2: torch.ones(7, 3).long()}, r"chosen must be \(7, 2\), got \(7, 3\)"),
