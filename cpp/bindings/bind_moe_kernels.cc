@@ -2,10 +2,8 @@
 
 #include "bindings.h"
 #include "megacore/base/check.h"
-#include "megacore/moe/echo_counts.h"
 #include "megacore/moe/grouped_arguments.h"
 #include "megacore/moe/grouped_gemm.h"
-#include "megacore/moe/reroute.h"
 
 namespace py = pybind11;
 
@@ -40,60 +38,11 @@ void bind_grouped_arguments(py::module_& module) {
       py::arg("first_row") = 0, py::arg("a_scale") = 0, py::arg("b_scale") = 0);
 }
 
-void bind_echo_counts(py::module_& module) {
-  def_kernel(
-      module, "count_plan",
-      [](uintptr_t sums, uintptr_t slot_expert, uintptr_t rerouted, uintptr_t load_before,
-         uintptr_t summary, uintptr_t elapsed_ns, uintptr_t copies_of_place, uintptr_t copies,
-         int64_t num_ranks, int64_t num_experts, int64_t num_slots) {
-        moe::count_plan(
-            {.num_ranks = num_ranks, .num_experts = num_experts, .num_spare_slots = num_slots},
-            {.load_before = pointer<const int64_t>(load_before),
-             .rerouted = pointer<const int64_t>(rerouted),
-             .summary = pointer<const int64_t>(summary),
-             .elapsed_ns = pointer<const int64_t>(elapsed_ns)},
-            pointer<const int64_t>(slot_expert), pointer<const int64_t>(copies_of_place),
-            pointer<int64_t>(copies), pointer<double>(sums));
-      },
-      "sums", "slot_expert", "rerouted", "load_before", "summary", "elapsed_ns", "copies_of_place",
-      "copies", "num_ranks", "num_experts", "num_slots");
-  def_kernel(
-      module, "count_held",
-      [](uintptr_t sums, uintptr_t slot_expert, int64_t numel, int64_t first, int64_t end,
-         int64_t num_bytes) {
-        moe::count_held(pointer<const int64_t>(slot_expert), numel, first, end, num_bytes,
-                        pointer<double>(sums));
-      },
-      "sums", "slot_expert", "numel", "first", "end", "num_bytes");
-}
-
-void bind_reroute(py::module_& module) {
-  def_kernel(
-      module, "reroute",
-      [](uintptr_t expert_of, int64_t numel, int64_t num_ranks, int64_t num_experts,
-         int64_t num_spare_slots, uintptr_t total, uintptr_t first, uintptr_t slot_expert,
-         uintptr_t tokens, uintptr_t place_of) {
-        moe::reroute_copies(pointer<const int64_t>(expert_of), numel,
-                            {.shape = {.num_ranks = num_ranks,
-                                       .num_experts = num_experts,
-                                       .num_spare_slots = num_spare_slots},
-                             .total = pointer<const int64_t>(total),
-                             .first = pointer<const int64_t>(first),
-                             .slot_expert = pointer<const int64_t>(slot_expert),
-                             .tokens = pointer<const int64_t>(tokens)},
-                            pointer<int64_t>(place_of));
-      },
-      "expert_of", "numel", "num_ranks", "num_experts", "num_spare_slots", "total", "first",
-      "slot_expert", "tokens", "place_of");
-}
-
 }  // namespace
 
 void bind_moe_kernels(py::module_& module) {
   module.def("is_faster_than_mkl", &moe::is_faster_than_mkl);
   bind_grouped_arguments(module);
-  bind_echo_counts(module);
-  bind_reroute(module);
 }
 
 }  // namespace megacore::bindings

@@ -10,8 +10,10 @@
 #include "megacore/layers/dense.h"
 #include "megacore/layers/dropout.h"
 #include "megacore/moe/activations.h"
+#include "megacore/moe/echo_counts.h"
 #include "megacore/moe/fp8.h"
 #include "megacore/moe/permutation.h"
+#include "megacore/moe/reroute.h"
 #include "megacore/moe/router.h"
 #include "tensor.h"
 
@@ -112,9 +114,9 @@ inline layers::DropoutRule checked_dropout(const Tensor& x,
 // ---- heads --------------------------------------------------------------------------------------
 // Sizes of q (S, B, G Q, D) and k (S, B, G, D), and tables that fit them.
 inline layers::HeadShape checked_heads(std::span<const int64_t> q,
-                                std::span<const int64_t> k,
-                                const Tensor& cos,
-                                const Tensor& sin) {
+                                       std::span<const int64_t> k,
+                                       const Tensor& cos,
+                                       const Tensor& sin) {
   const int64_t sequence = k[0], batch = k[1], groups = k[2], head_dim = k[3];
   const bool per_sample = cos.dim() == 3;
   MC_REQUIRE(cos.dtype() == kDTypes.float32 && sin.dtype() == kDTypes.float32 &&
@@ -256,6 +258,71 @@ inline void check_top_k(const Tensor& scores, int64_t k) {
              "k must be in [1, E] for scores (T, E), got {} for {}", k, shape_text(scores));
 }
 
+// ---- plans with clones --------------------------------------------------------------------------
+inline void check_integers(const char* name,
+                           const Tensor& tensor,
+                           std::initializer_list<int64_t> sizes) {
+  MC_REQUIRE(tensor.dtype() == kDTypes.int64 && std::ranges::equal(tensor.sizes(), sizes),
+             "{} must be {} int64, got {}", name,
+             shape_text(std::span<const int64_t>(sizes.begin(), sizes.size())), shape_text(tensor));
+}
+
+inline moe::PlanShape checked_slots(const Tensor& slot_expert, int64_t num_experts) {
+  MC_REQUIRE(slot_expert.dim() == 2 && slot_expert.dtype() == kDTypes.int64,
+             "slot_expert must be (R, S) int64, got {}", shape_text(slot_expert));
+  const moe::PlanShape shape = {.num_ranks = slot_expert.size(0),
+                                .num_experts = num_experts,
+                                .num_spare_slots = slot_expert.size(1)};
+  MC_REQUIRE(shape.num_ranks >= 1 && num_experts >= 0 && num_experts % shape.num_ranks == 0,
+             "{} experts do not divide over {} ranks", num_experts, shape.num_ranks);
+  return shape;
+}
+
+// REQUIRES: contiguous tensors.
+inline moe::SourceRow checked_source_row(const Tensor& expert_ids,
+                                         const Tensor& total,
+                                         const Tensor& first,
+                                         const Tensor& slot_expert,
+                                         const Tensor& tokens) {
+  MC_REQUIRE(expert_ids.dtype() == kDTypes.int64, "expert_ids must be int64");
+  MC_REQUIRE(total.dim() == 1 && total.dtype() == kDTypes.int64, "total must be (E,) int64, got {}",
+             shape_text(total));
+  const moe::PlanShape shape = checked_slots(slot_expert, total.size(0));
+  check_integers("first", first, {shape.num_experts});
+  check_integers("tokens", tokens, {shape.num_ranks, shape.num_spare_slots});
+  return {.shape = shape,
+          .total = total.data<int64_t>(),
+          .first = first.data<int64_t>(),
+          .slot_expert = slot_expert.data<int64_t>(),
+          .tokens = tokens.data<int64_t>()};
+}
+
+inline void check_echo_sums(const Tensor& sums) {
+  MC_REQUIRE(sums.dtype() == kDTypes.float64 && sums.dim() == 1 &&
+                 sums.size(0) == moe::kNumEchoSums && sums.is_contiguous(),
+             "sums must be ({},) float64, contiguous, got {}", int{moe::kNumEchoSums},
+             shape_text(sums));
+}
+
+// REQUIRES: contiguous tensors.
+inline moe::EchoReport checked_report(const moe::PlanShape& shape,
+                                      const Tensor& rerouted,
+                                      const Tensor& load_before,
+                                      const Tensor& summary,
+                                      const Tensor& elapsed_ns,
+                                      const Tensor& copies_of_place) {
+  const int64_t ranks = shape.num_ranks;
+  check_integers("rerouted", rerouted, {ranks, ranks, shape.num_spare_slots});
+  check_integers("load_before", load_before, {ranks});
+  check_integers("summary", summary, {5});
+  check_integers("elapsed_ns", elapsed_ns, {1});
+  check_integers("copies_of_place", copies_of_place, {shape.num_experts + shape.num_slots()});
+  return {.load_before = load_before.data<int64_t>(),
+          .rerouted = rerouted.data<int64_t>(),
+          .summary = summary.data<int64_t>(),
+          .elapsed_ns = elapsed_ns.data<int64_t>()};
+}
+
 // ---- 8-bit floats -------------------------------------------------------------------------------
 inline void check_quantize_rows(const Tensor& x, const std::optional<Tensor>& num_rows) {
   MC_REQUIRE(x.dim() == 2, "x must be (M, K), got {}", shape_text(x));
@@ -297,12 +364,12 @@ struct QuantizedBlocks {
 
 // ---- router -------------------------------------------------------------------------------------
 inline moe::RouterRule checked_rule(const Tensor& logits,
-                             int64_t k,
-                             int64_t num_pools,
-                             bool is_sigmoid,
-                             bool softmax_after_top_k,
-                             bool normalize,
-                             double scaling) {
+                                    int64_t k,
+                                    int64_t num_pools,
+                                    bool is_sigmoid,
+                                    bool softmax_after_top_k,
+                                    bool normalize,
+                                    double scaling) {
   MC_REQUIRE(logits.dim() == 2 && logits.dtype() == kDTypes.float32,
              "logits must be (T, E) float32, got {}", shape_text(logits));
   MC_REQUIRE(k >= 1 && k <= logits.size(1), "k must be 1 to {}, the number of experts, got {}",
@@ -316,7 +383,9 @@ inline moe::RouterRule checked_rule(const Tensor& logits,
 }
 
 // An optional vector per expert.
-inline void check_experts(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
+inline void check_experts(const char* name,
+                          const std::optional<Tensor>& tensor,
+                          int64_t num_experts) {
   MC_REQUIRE(!tensor || (tensor->dim() == 1 && tensor->size(0) == num_experts),
              "{} must be ({},), got {}", name, num_experts, shape_text(*tensor));
 }
@@ -327,8 +396,8 @@ inline void check_choices(const char* name, const Tensor& tensor, const moe::Rou
 }
 
 inline moe::LossFactors factors_of(const char* name,
-                            const std::optional<Tensor>& factor,
-                            int64_t num_tokens) {
+                                   const std::optional<Tensor>& factor,
+                                   int64_t num_tokens) {
   if (!factor) {
     return {};
   }

@@ -119,9 +119,25 @@ Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map);
 // The columns with the k largest scores of each row, the first of equal ones.
 Tensor top_k(Tensor scores, int64_t k);
 
-// Elements rounded to 8-bit floats and a float32 scale per block: of 128 columns of a row, of the rows
-// of an expert and a column (`m_splits`, or one expert), and of 128 x 128 elements of a matrix. See
-// moe/fp8.h for the shapes; rows from `num_rows`, an int64 scalar, on are neither read nor written.
+// The place of each copy (T, k), by a row of a plan with clones; see moe/reroute.h.
+Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens);
+
+// Adds a plan to sums, and returns the copies of each expert; or adds bytes for each slot whose
+// expert is in [first, end). See moe/echo_counts.h.
+Tensor count_plan(Tensor sums,
+                  Tensor slot_expert,
+                  Tensor rerouted,
+                  Tensor load_before,
+                  Tensor summary,
+                  Tensor elapsed_ns,
+                  Tensor copies_of_place,
+                  int64_t num_experts);
+void count_held(Tensor sums, Tensor slot_expert, int64_t first, int64_t end, int64_t num_bytes);
+
+// Elements rounded to 8-bit floats and a float32 scale per block: of 128 columns of a row, of the
+// rows of an expert and a column (`m_splits`, or one expert), and of 128 x 128 elements of a
+// matrix. See moe/fp8.h for the shapes; rows from `num_rows`, an int64 scalar, on are neither read
+// nor written.
 std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::optional<Tensor> num_rows);
 std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
                                             std::optional<Tensor> m_splits,

@@ -36,6 +36,7 @@ inline void check_torch(int32_t error, const char* function) {
 // Numbers that torch has chosen for dtypes.
 struct DTypes {
   int32_t float32 = aoti_torch_dtype_float32();
+  int32_t float64 = aoti_torch_dtype_float64();
   int32_t bfloat16 = aoti_torch_dtype_bfloat16();
   int32_t float16 = aoti_torch_dtype_float16();
   int32_t float8 = aoti_torch_dtype_float8_e4m3fn();
@@ -115,20 +116,28 @@ class Tensor {
   int32_t dtype_ = 0;
 };
 
+// Another owner of the same tensor.
+inline Tensor other_owner_of(const Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_new_tensor_handle(tensor.handle(), &handle), "new_tensor_handle");
+  return Tensor(handle);
+}
+
 // Elements of an optional tensor; null without one.
 template <typename T>
 const T* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->data<T>() : nullptr;
 }
 
-// The shape as Python writes it.
-inline std::string shape_text(const Tensor& tensor) {
+// A shape as Python writes it.
+inline std::string shape_text(std::span<const int64_t> sizes) {
   std::string text;
-  for (const int64_t size : tensor.sizes()) {
+  for (const int64_t size : sizes) {
     text += (text.empty() ? "" : ", ") + std::to_string(size);
   }
-  return "(" + text + (tensor.dim() == 1 ? ",)" : ")");
+  return "(" + text + (sizes.size() == 1 ? ",)" : ")");
 }
+inline std::string shape_text(const Tensor& tensor) { return shape_text(tensor.sizes()); }
 
 inline constexpr size_t kMaxDim = 64;  // of torch
 

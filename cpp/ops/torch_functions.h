@@ -33,6 +33,7 @@ int32_t torch_library_impl(TorchLibraryHandle library,
                            uint64_t build_version);
 
 int32_t aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+int32_t aoti_torch_new_tensor_handle(AtenTensorHandle tensor, AtenTensorHandle* other);
 int32_t aoti_torch_empty_strided(int64_t dim,
                                  const int64_t* sizes,
                                  const int64_t* strides,
@@ -65,6 +66,7 @@ int32_t aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* index);  /
 
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_float64();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_float8_e4m3fn();

@@ -42,7 +42,9 @@ class Device {
 
   // New memory, contiguous. If a part of it will not be written, `partly` is any tensor of the
   // device: torch then fills the memory where it was asked for deterministic operations.
-  Tensor empty(std::span<const int64_t> sizes, int32_t dtype, const Tensor* partly = nullptr) const {
+  Tensor empty(std::span<const int64_t> sizes,
+               int32_t dtype,
+               const Tensor* partly = nullptr) const {
     return new_tensor(sizes, dtype, type_, index_, partly);
   }
   Tensor empty(std::initializer_list<int64_t> sizes,

@@ -51,8 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm(Tensor x, Tensor added, Tensor w
   added = device.aligned(std::move(added));
   weight = device.aligned(std::move(weight));
   Tensor sum = device.empty_like(x);
-  auto [y, scale] =
-      normalize(device, x, weight, eps, added.data<void>(), sum.mutable_data<void>());
+  auto [y, scale] = normalize(device, x, weight, eps, added.data<void>(), sum.mutable_data<void>());
   return {std::move(sum), std::move(y), std::move(scale)};
 }
 

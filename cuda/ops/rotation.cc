@@ -83,8 +83,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_and_rotate(Tensor qkv,
   sin = device.aligned(std::move(sin));
   Tensor q = device.empty(heads.q, qkv.dtype());
   Tensor k = device.empty(heads.k, qkv.dtype()), v = device.empty(heads.k, qkv.dtype());
-  Tensor scale = device.empty(
-      {qkv.size(0), qkv.size(1), qkv.size(2), qkv.size(3) / head_dim - 1}, kDTypes.float32);
+  Tensor scale = device.empty({qkv.size(0), qkv.size(1), qkv.size(2), qkv.size(3) / head_dim - 1},
+                              kDTypes.float32);
   cuda::norm_and_rotate({.heads = {.type = float_type(qkv),
                                    .qkv = unwritten<void>(qkv),
                                    .q = q.mutable_data<void>(),
@@ -130,27 +130,25 @@ std::tuple<Tensor, Tensor, Tensor> norm_and_rotate_backward(Tensor grad_q,
   const int64_t width = of_weights ? shape.head_dim : 0;
   Tensor of_q = device.empty({width}, dtype), of_k = device.empty({width}, dtype);
   const int64_t num_heads = qkv.numel() / shape.head_dim;
-  Tensor partial_sums =
-      device.empty({of_weights ? cuda::norm_rotate_partial_rows(num_heads) : 0, 2 * width},
-                   kDTypes.float32);
-  cuda::norm_and_rotate(
-      {.heads = {.type = float_type(qkv),
-                 .qkv = of_qkv ? grad_qkv.mutable_data<void>() : nullptr,
-                 .q = unwritten<void>(grad_q),
-                 .k = unwritten<void>(grad_k),
-                 .v = unwritten<void>(grad_v),
-                 .cos = cos.data<float>(),
-                 .sin = sin.data<float>(),
-                 .shape = shape,
-                 .backward = true},
-       .x = qkv.data<void>(),
-       .q_weight = q_weight.data<void>(),
-       .k_weight = k_weight.data<void>(),
-       .scale = unwritten<float>(scale),
-       .grad_q_weight = of_weights ? of_q.mutable_data<void>() : nullptr,
-       .grad_k_weight = of_weights ? of_k.mutable_data<void>() : nullptr,
-       .partial_sums = of_weights ? partial_sums.mutable_data<float>() : nullptr},
-      device.stream());
+  Tensor partial_sums = device.empty(
+      {of_weights ? cuda::norm_rotate_partial_rows(num_heads) : 0, 2 * width}, kDTypes.float32);
+  cuda::norm_and_rotate({.heads = {.type = float_type(qkv),
+                                   .qkv = of_qkv ? grad_qkv.mutable_data<void>() : nullptr,
+                                   .q = unwritten<void>(grad_q),
+                                   .k = unwritten<void>(grad_k),
+                                   .v = unwritten<void>(grad_v),
+                                   .cos = cos.data<float>(),
+                                   .sin = sin.data<float>(),
+                                   .shape = shape,
+                                   .backward = true},
+                         .x = qkv.data<void>(),
+                         .q_weight = q_weight.data<void>(),
+                         .k_weight = k_weight.data<void>(),
+                         .scale = unwritten<float>(scale),
+                         .grad_q_weight = of_weights ? of_q.mutable_data<void>() : nullptr,
+                         .grad_k_weight = of_weights ? of_k.mutable_data<void>() : nullptr,
+                         .partial_sums = of_weights ? partial_sums.mutable_data<float>() : nullptr},
+                        device.stream());
   return {std::move(grad_qkv), std::move(of_q), std::move(of_k)};
 }
 

@@ -74,17 +74,17 @@ Tensor route_backward(Tensor grad_probs,
   aux_factor = device.contiguous(std::move(aux_factor));
   z_factor = device.contiguous(std::move(z_factor));
   Tensor grad = device.empty_like(logits);
-  cuda::route_backward(
-      {.grads = {.probs = grad_probs.data<float>(),
-                 .counts = data_of<float>(counts),
-                 .aux = factors_of("aux_factor", aux_factor, rule.num_tokens),
-                 .z = factors_of("z_factor", z_factor, rule.num_tokens),
-                 .scales = {.aux = static_cast<float>(aux_scale), .z = static_cast<float>(z_scale)}},
-       .logits = logits.data<float>(),
-       .ids = ids.data<int64_t>(),
-       .grad_logits = grad.mutable_data<float>(),
-       .rule = rule},
-      device.stream());
+  cuda::route_backward({.grads = {.probs = grad_probs.data<float>(),
+                                  .counts = data_of<float>(counts),
+                                  .aux = factors_of("aux_factor", aux_factor, rule.num_tokens),
+                                  .z = factors_of("z_factor", z_factor, rule.num_tokens),
+                                  .scales = {.aux = static_cast<float>(aux_scale),
+                                             .z = static_cast<float>(z_scale)}},
+                        .logits = logits.data<float>(),
+                        .ids = ids.data<int64_t>(),
+                        .grad_logits = grad.mutable_data<float>(),
+                        .rule = rule},
+                       device.stream());
   return grad;
 }
 

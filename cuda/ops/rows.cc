@@ -51,9 +51,9 @@ std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts)
   const Device device(expert_of);
   expert_of = device.contiguous(std::move(expert_of));
   const int64_t numel = expert_of.numel();
-  Tensor row_map = device.empty_like(expert_of), counts = device.empty({num_experts}, kDTypes.int64);
-  Tensor workspace =
-      device.empty({cuda::sort_workspace_numel(numel, num_experts)}, kDTypes.int32);
+  Tensor row_map = device.empty_like(expert_of),
+         counts = device.empty({num_experts}, kDTypes.int64);
+  Tensor workspace = device.empty({cuda::sort_workspace_numel(numel, num_experts)}, kDTypes.int32);
   cuda::sort_by_expert({.expert_of = expert_of.data<int64_t>(),
                         .numel = numel,
                         .num_experts = num_experts,

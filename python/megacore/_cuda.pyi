@@ -139,47 +139,6 @@ def plan_offload(
     elapsed_ns: int,
     stream: int,
 ) -> None: ...
-def count_plan(
-    *,
-    sums: int,
-    slot_expert: int,
-    rerouted: int,
-    load_before: int,
-    summary: int,
-    elapsed_ns: int,
-    copies_of_place: int,
-    copies: int,
-    num_ranks: int,
-    num_experts: int,
-    num_slots: int,
-    stream: int,
-) -> None: ...
-def count_held(
-    *,
-    sums: int,
-    slot_expert: int,
-    numel: int,
-    first: int,
-    end: int,
-    num_bytes: int,
-    stream: int,
-) -> None: ...
-def reroute(
-    *,
-    expert_of: int,
-    row_map: int,
-    counts: int,
-    numel: int,
-    num_ranks: int,
-    num_experts: int,
-    num_spare_slots: int,
-    total: int,
-    first: int,
-    slot_expert: int,
-    tokens: int,
-    place_of: int,
-    stream: int,
-) -> None: ...
 
 # Tensors are addresses; see cuda/include/megacore/cuda/peer_exchange.h.
 PEER_STATE_NUMEL: int

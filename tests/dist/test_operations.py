@@ -38,7 +38,7 @@ def forward_operations(_rank: int, changes: dict[str, Any]) -> list[str]:
     return names[-1]
 
 
-@pytest.mark.parametrize(("changes", "most"), [({}, 7), (ECHO, 15)], ids=["plain", "clones"])
+@pytest.mark.parametrize(("changes", "most"), [({}, 7), (ECHO, 17)], ids=["plain", "clones"])
 def test_a_static_layer_over_peers_starts_few_operations(
     changes: dict[str, Any], most: int
 ) -> None:

@@ -6,14 +6,13 @@ its slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore.ops.register import define_op, native
+from megacore.ops.register import define_compiled
 
 _DTYPES = (torch.float64,)
 
@@ -166,46 +165,6 @@ def _count_held_reference(
     sums[BYTES_SENT] += ((slot_expert >= first) & (slot_expert < end)).sum() * num_bytes
 
 
-def _count_plan(
-    kernel: Callable[..., None], sums: Tensor, slot_expert: Tensor, *args: Any
-) -> Tensor:
-    rerouted, load_before, summary, elapsed_ns, copies_of_place, num_experts = args
-    tensors = {
-        "slot_expert": slot_expert.contiguous(),
-        "rerouted": rerouted.contiguous(),
-        "load_before": load_before.contiguous(),
-        "summary": summary.contiguous(),
-        "elapsed_ns": elapsed_ns,
-        "copies_of_place": copies_of_place.contiguous(),
-        "copies": copies_of_place.new_empty(num_experts),
-    }
-    num_ranks, num_slots = slot_expert.shape
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    sizes = {"num_ranks": num_ranks, "num_slots": num_slots, "num_experts": num_experts}
-    kernel(sums=sums.data_ptr(), **addresses, **sizes)
-    copies: Tensor = tensors["copies"]
-    return copies
-
-
-def _count_held(
-    kernel: Callable[..., None],
-    sums: Tensor,
-    slot_expert: Tensor,
-    first: int,
-    end: int,
-    num_bytes: int,
-) -> None:
-    slot_expert = slot_expert.contiguous()
-    kernel(
-        sums=sums.data_ptr(),
-        slot_expert=slot_expert.data_ptr(),
-        numel=slot_expert.numel(),
-        first=first,
-        end=end,
-        num_bytes=num_bytes,
-    )
-
-
 def _count_plan_fake(sums: Tensor, *args: Any) -> Tensor:
     del sums
     copies_of_place, num_experts = args[-2:]
@@ -217,15 +176,17 @@ def _count_held_fake(sums: Tensor, *args: Any) -> None:
     del sums, args
 
 
-_count_plan_ = define_op(
+_count_plan_ = define_compiled(
     "count_plan_(Tensor(a!) sums, Tensor slot_expert, Tensor rerouted, Tensor load_before,"
     " Tensor summary, Tensor elapsed_ns, Tensor copies_of_place, SymInt num_experts) -> Tensor",
-    **native("count_plan", _count_plan, _count_plan_reference, dtypes=_DTYPES),
+    reference=_count_plan_reference,
+    dtypes=_DTYPES,
     fake=_count_plan_fake,
 )
-_count_held_ = define_op(
+_count_held_ = define_compiled(
     "count_held_(Tensor(a!) sums, Tensor slot_expert, SymInt first, SymInt end, SymInt num_bytes)"
     " -> ()",
-    **native("count_held", _count_held, _count_held_reference, dtypes=_DTYPES),
+    reference=_count_held_reference,
+    dtypes=_DTYPES,
     fake=_count_held_fake,
 )

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacore.moe.echo import reroute  # noqa: F401  registers
 from megacore.ops import (  # noqa: F401  registers
     dropout,
+    echo_counts,
     normed_rotation,
     quantize,
     rotation,
@@ -45,6 +47,9 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     row_map, tokens = torch.tensor([[3, 0], [-1, 6], [2, 1]]), draw(3, 8, dtype=dtype)
     qkv, cos, weights = draw(3, 2, 2, 24, dtype=dtype), draw(4, 2), draw(2, 6, dtype=dtype)
     heads = draw(3, 2, 4, 6, dtype=dtype), *draw(2, 3, 2, 2, 6, dtype=dtype)
+    first, slots = torch.zeros(8).long(), torch.tensor([[[-1, 3], [0, 1]], [[0, 1], [1, 2]]])
+    counts = slots, torch.tensor([6, 2]), torch.arange(5), torch.tensor([3000])
+    plan, sums = (slots[0], *counts), torch.full((8,), 0.25, dtype=torch.float64)
     routed = 2, 1, False, False, True, 1.5, True, 0.1, 0.1
     return {
         "rms_norm": [x, weight, 1e-5],
@@ -58,6 +63,9 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "unpermute_both": [rows, draw(7), row_map],
         "row_dots": [tokens, rows, row_map],
         "top_k": [rows, 3],
+        "reroute": [row_map, torch.tensor([2, 2, 1, 1, 0, 0, 1, 0]), first, *slots],
+        "count_plan_": [sums, *plan, torch.arange(12), 8],
+        "count_held_": [sums, slots[0], 2, 5, 100],
         "quantize_rows": [rows, None],
         "quantize_columns": [rows, torch.tensor([7]), True],
         "quantize_blocks": [w, True],
@@ -81,9 +89,20 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     }
 
 
+def strided_arguments(name: str, arguments: list[Any]) -> list[Any]:
+    """Copies with other strides, but for what is written, which has to be contiguous."""
+    declared = getattr(OPS, name).default._schema.arguments
+    copies = []
+    for x, each in zip(arguments, declared, strict=False):  # some have defaults
+        if isinstance(x, Tensor):
+            x = torch.stack([x, x], -1)[..., 0] if each.alias_info is None else x.clone()
+        copies.append(x)
+    return copies
+
+
 def run(name: str, arguments: list[Any]) -> list[Tensor]:
     found = getattr(OPS, name)(*arguments)
-    return [found] if isinstance(found, Tensor) else list(found)
+    return [found] if isinstance(found, Tensor) else list(found or ())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,10 +116,7 @@ def test_torch_finds_no_fault_in_a_kernel(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", arguments_of())
 def test_a_kernel_takes_any_strides(name: str) -> None:
     arguments = arguments_of()[name]
-    strided = [torch.stack([x, x], -1)[..., 0] if isinstance(x, Tensor) else x for x in arguments]
-    if name == "route":
-        strided[3] = None  # written in place, as it is
-    found = run(f"_{name}", strided)
+    found = run(f"_{name}", strided_arguments(name, arguments))
     for one, expected in zip(found, run(f"_{name}", arguments), strict=True):
         assert one.is_contiguous()
         assert torch.equal(one, expected)
@@ -161,6 +177,18 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("norm_and_rotate", {1: torch.ones(5)}, r"weights of norms must be \(D,\), got \(5,\)"),
         ("norm_and_rotate", {2: torch.ones(6).half()}, "weights of norms must have the dtype"),
         ("norm_and_rotate_backward", {6: torch.ones(7)}, "a float32 number per normalized head"),
+        ("reroute", {0: torch.ones(3, 2)}, "expert_ids must be int64"),
+        ("reroute", {1: torch.ones(8)}, r"total must be \(E,\) int64, got \(8,\)"),
+        ("reroute", {1: torch.ones(7).long()}, "7 experts do not divide over 2 ranks"),
+        ("reroute", {2: torch.ones(7).long()}, r"first must be \(8,\) int64, got \(7,\)"),
+        ("reroute", {3: torch.ones(4).long()}, r"slot_expert must be \(R, S\) int64, got \(4,\)"),
+        ("reroute", {4: torch.ones(2, 2)}, r"tokens must be \(2, 2\) int64, got \(2, 2\)"),
+        ("reroute", {0: torch.tensor([[8]])}, "copy 0 is for expert 8; there are 8"),
+        ("count_plan_", {0: torch.ones(8)}, r"sums must be \(8,\) float64, contiguous, got \(8,\)"),
+        ("count_plan_", {2: torch.ones(2, 2).long()}, r"rerouted must be \(2, 2, 2\) int64, got"),
+        ("count_plan_", {4: torch.ones(2).long()}, r"summary must be \(5,\) int64, got \(2,\)"),
+        ("count_plan_", {7: 10}, r"copies_of_place must be \(14,\) int64, got \(12,\)"),
+        ("count_held_", {1: torch.ones(4)}, "slot_expert must be int64"),
         ("quantize_rows", {0: torch.ones(7)}, r"x must be \(M, K\), got \(7,\)"),
         ("quantize_rows", {1: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),
         ("quantize_columns", {1: torch.tensor([7.0])}, r"m_splits must be \(E,\) int64, got \(1,"),

@@ -185,7 +185,7 @@ def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
         "peer_reserve_pull": (*members, 1),
         "peer_start_pull": (*arrived, *members, 1, False),
         "peer_finish_pull": (*sent, *members, 1, K, T * K),
-        "reroute": (ids(T, K), on_gpu(T, K), ids(E), ids(E), ids(R, K), ids(R, K)),
+        "reroute": (ids(T, K), ids(E), ids(E), ids(R, K), ids(R, K)),
     }
 
 

@@ -9,9 +9,7 @@ Shapes: T tokens, k choices per token, R ranks, S slots of a rank, E experts, L 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.ops import cuda_kernels
 from megacore.ops.permutation import sort_by_expert
-from megacore.ops.register import define_gradient, define_op, native
+from megacore.ops.register import define_compiled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,8 +66,8 @@ def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, 
         >>> places.flatten().tolist()  # place 3: slot 0 of rank 1
         [0, 3, 0, 3]
     """
-    places, weights = _reroute(expert_ids, probs, row.total, row.first, row.slot_expert, row.tokens)
-    return places, weights
+    places: Tensor = _reroute(expert_ids, row.total, row.first, row.slot_expert, row.tokens)
+    return places, probs.masked_fill(places < 0, 0.0)
 
 
 def reroute_ids_reference(
@@ -164,74 +162,23 @@ def _row_for(expert_ids: Tensor, plan: OffloadPlan, ep_rank: int) -> SourceRow:
     )
 
 
-def _run(
-    kernel: Callable[..., None], expert_ids: Tensor, probs: Tensor, *row: Tensor
-) -> tuple[Tensor, Tensor]:
-    expert_ids = expert_ids.contiguous()
-    total, first, slot_expert, tokens = (each.contiguous() for each in row)
-    places = torch.empty_like(expert_ids)
-    order = {}
-    if expert_ids.is_cuda:
-        row_map, counts = sort_by_expert(expert_ids, total.numel())
-        order = {"row_map": row_map.data_ptr(), "counts": counts.data_ptr()}
-    kernel(
-        expert_of=expert_ids.data_ptr(),
-        numel=expert_ids.numel(),
-        num_ranks=slot_expert.shape[0],
-        num_experts=total.numel(),
-        num_spare_slots=slot_expert.shape[1],
-        total=total.data_ptr(),
-        first=first.data_ptr(),
-        slot_expert=slot_expert.data_ptr(),
-        tokens=tokens.data_ptr(),
-        place_of=places.data_ptr(),
-        **order,
-    )
-    return places, probs.masked_fill(places < 0, 0.0)
-
-
-def _reroute_reference(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
-    places = reroute_ids_reference(expert_ids, *row)
-    return places, probs.masked_fill(places < 0, 0.0)
-
-
-def _fits(expert_ids: Tensor, probs: Tensor, total: Tensor, *rest: Tensor) -> bool:
+def _fits(expert_ids: Tensor, total: Tensor, *rest: Tensor) -> bool:
     """Return whether the GPU's kernel supports the sizes."""
-    del probs, rest
+    del rest
     limit: int = cuda_kernels().MAX_SORTED_EXPERTS
     return total.numel() <= limit and expert_ids.numel() < 2**31
 
 
-def _reroute_fake(expert_ids: Tensor, probs: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(expert_ids: Tensor, *row: Tensor) -> Tensor:
     del row
-    return torch.empty_like(expert_ids), torch.empty_like(probs)
+    return torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
 
 
-_reroute = define_op(
-    "reroute(Tensor expert_ids, Tensor probs, Tensor total, Tensor first, Tensor slot_expert,"
-    " Tensor tokens) -> (Tensor, Tensor)",
-    **native(
-        "reroute",
-        _run,
-        _reroute_reference,
-        cuda_fits=_fits,
-        dtypes=(torch.int64,),
-    ),
-    fake=_reroute_fake,
+_reroute = define_compiled(
+    "reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens)"
+    " -> Tensor",
+    reference=reroute_ids_reference,
+    cuda_fits=_fits,
+    dtypes=(torch.int64,),
+    fake=_fake,
 )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    del inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[0])
-    ctx.save_for_backward(output[0])
-
-
-def _backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    (places,) = ctx.saved_tensors
-    weights = None if grad is None else grad.masked_fill(places < 0, 0.0)
-    return None, weights, None, None, None, None
-
-
-define_gradient(_reroute, _backward, _setup)

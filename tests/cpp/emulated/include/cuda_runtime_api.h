@@ -33,6 +33,12 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   return cudaSuccess;
 }
 
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
 // A device with two multiprocessors.
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
@@ -83,11 +89,13 @@ struct Warp {
 };
 
 struct Block {
-  explicit Block(int threads) : all(threads), warps(static_cast<size_t>(threads) / 32) {
+  explicit Block(int threads, int64_t bytes = 0)
+      : all(threads), warps(static_cast<size_t>(threads) / 32), memory((bytes + 7) / 8) {
     std::generate(warps.begin(), warps.end(), [] { return std::make_unique<Warp>(); });
   }
   std::barrier<> all;
   std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<int64_t> memory;  // of the size that the launch asks for
   std::atomic<bool> vote = true;
 };
 

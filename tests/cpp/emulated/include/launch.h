@@ -19,7 +19,7 @@ struct LaunchShape {
 };
 
 inline void run_block(const LaunchShape& shape, dim3 block, const auto& body) {
-  emulated::Block shared(shape.threads);
+  emulated::Block shared(shape.threads, shape.shared_bytes);
   std::vector<std::jthread> threads;
   for (int thread = 0; thread < shape.threads; ++thread) {
     threads.emplace_back([&, thread] {

@@ -1,0 +1,62 @@
+#include "device.h"
+#include "megacore/cuda/echo_counts.h"
+#include "megacore/cuda/reroute.h"
+#include "operations.h"
+
+namespace megacore::ops {
+
+Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {
+  const Device device(expert_ids, total, first, slot_expert, tokens);
+  expert_ids = device.contiguous(std::move(expert_ids));
+  total = device.contiguous(std::move(total));
+  first = device.contiguous(std::move(first));
+  slot_expert = device.contiguous(std::move(slot_expert));
+  tokens = device.contiguous(std::move(tokens));
+  const moe::SourceRow row = checked_source_row(expert_ids, total, first, slot_expert, tokens);
+  Tensor places = device.empty_like(expert_ids);
+  const auto [row_map, counts] = sort_by_expert(other_owner_of(expert_ids), row.shape.num_experts);
+  cuda::reroute({.expert_of = expert_ids.data<int64_t>(),
+                 .row_map = row_map.data<int64_t>(),
+                 .counts = counts.data<int64_t>(),
+                 .numel = expert_ids.numel(),
+                 .row = row,
+                 .place_of = places.mutable_data<int64_t>()},
+                device.stream());
+  return places;
+}
+
+Tensor count_plan(Tensor sums,
+                  Tensor slot_expert,
+                  Tensor rerouted,
+                  Tensor load_before,
+                  Tensor summary,
+                  Tensor elapsed_ns,
+                  Tensor copies_of_place,
+                  int64_t num_experts) {
+  check_echo_sums(sums);
+  const moe::PlanShape shape = checked_slots(slot_expert, num_experts);
+  const Device device(sums, slot_expert, rerouted, load_before, summary, elapsed_ns,
+                      copies_of_place);
+  slot_expert = device.contiguous(std::move(slot_expert));
+  rerouted = device.contiguous(std::move(rerouted));
+  load_before = device.contiguous(std::move(load_before));
+  summary = device.contiguous(std::move(summary));
+  copies_of_place = device.contiguous(std::move(copies_of_place));
+  const moe::EchoReport report =
+      checked_report(shape, rerouted, load_before, summary, elapsed_ns, copies_of_place);
+  Tensor copies = device.empty({num_experts}, kDTypes.int64);
+  cuda::count_plan(shape, report, slot_expert.data<int64_t>(), copies_of_place.data<int64_t>(),
+                   copies.mutable_data<int64_t>(), sums.mutable_data<double>(), device.stream());
+  return copies;
+}
+
+void count_held(Tensor sums, Tensor slot_expert, int64_t first, int64_t end, int64_t num_bytes) {
+  check_echo_sums(sums);
+  MC_REQUIRE(slot_expert.dtype() == kDTypes.int64, "slot_expert must be int64");
+  const Device device(sums, slot_expert);
+  slot_expert = device.contiguous(std::move(slot_expert));
+  cuda::count_held(slot_expert.data<int64_t>(), slot_expert.numel(), first, end, num_bytes,
+                   sums.mutable_data<double>(), device.stream());
+}
+
+}  // namespace megacore::ops
