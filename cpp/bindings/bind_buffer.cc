@@ -6,11 +6,9 @@
 #include <vector>
 
 #include "bindings.h"
-#include "megacore/buffer/adamw.h"
 #include "megacore/buffer/bucket_plan.h"
 #include "megacore/buffer/bucket_tracker.h"
 #include "megacore/buffer/shard_map.h"
-#include "megacore/buffer/step_control.h"
 
 namespace py = pybind11;
 
@@ -108,70 +106,12 @@ void bind_tracker(py::module_& module) {
       .def("expected", &BucketTracker::expected, py::arg("param"));
 }
 
-void bind_adamw(py::module_& module) {
-  def_kernel(
-      module, "adamw_step",
-      [](uintptr_t param, uintptr_t grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
-         uintptr_t copy_out, bool copy_is_float16, int64_t numel, double lr, double beta1,
-         double beta2, double eps, double weight_decay, double bias_correction1,
-         double bias_correction2, double grad_scale, uintptr_t control, int num_threads) {
-        buffer::AdamWOptions options = {.lr = lr,
-                                        .beta1 = beta1,
-                                        .beta2 = beta2,
-                                        .eps = eps,
-                                        .weight_decay = weight_decay,
-                                        .bias_correction1 = bias_correction1,
-                                        .bias_correction2 = bias_correction2,
-                                        .grad_scale = grad_scale};
-        if (const auto* decided = pointer<const buffer::StepControl>(control)) {
-          if (decided->is_applied == 0.0) {
-            return;
-          }
-          options = controlled(options, *decided);
-        }
-        buffer::adamw_step({.param = pointer<float>(param),
-                            .grad = pointer<const float>(grad),
-                            .exp_avg = pointer<float>(exp_avg),
-                            .exp_avg_sq = pointer<float>(exp_avg_sq),
-                            .copy_out = pointer<uint16_t>(copy_out),
-                            .copy_is_float16 = copy_is_float16,
-                            .numel = numel},
-                           options, num_threads);
-      },
-      "param", "grad", "exp_avg", "exp_avg_sq", "copy_out", "copy_is_float16", "numel", "lr",
-      "beta1", "beta2", "eps", "weight_decay", "bias_correction1", "bias_correction2", "grad_scale",
-      "control", "num_threads");
-  module.def(
-      "decide_step",
-      [](uintptr_t state, uintptr_t sums, uintptr_t control, double beta1, double beta2,
-         double clip_grad, double loss_scale_interval, double num_averaged) {
-        auto& decided = *pointer<buffer::StepControl>(control);
-        decided = decide_step(*pointer<buffer::StepState>(state),
-                              {.beta1 = beta1,
-                               .beta2 = beta2,
-                               .clip_grad = clip_grad,
-                               .loss_scale_interval = loss_scale_interval,
-                               .num_averaged = num_averaged},
-                              *pointer<const buffer::StepSums>(sums), decided.lr);
-      },
-      py::kw_only(), py::arg("state"), py::arg("sums"), py::arg("control"), py::arg("beta1"),
-      py::arg("beta2"), py::arg("clip_grad"), py::arg("loss_scale_interval"),
-      py::arg("num_averaged"));
-  def_kernel(
-      module, "sum_of_squares",
-      [](uintptr_t values, int64_t numel) {
-        return buffer::sum_of_squares(pointer<const float>(values), numel);
-      },
-      "values", "numel");
-}
-
 }  // namespace
 
 void bind_buffer(py::module_& module) {
   bind_buffer_values(module);
   bind_plan(module);
   bind_tracker(module);
-  bind_adamw(module);
 }
 
 }  // namespace megacore::bindings

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <vector>
 
+#include "megacore/buffer/adamw.h"
+#include "megacore/buffer/step_control.h"
 #include "megacore/layers/dense.h"
 #include "megacore/layers/dropout.h"
 #include "megacore/moe/activations.h"
@@ -256,6 +258,62 @@ inline void check_sort(const Tensor& expert_of, int64_t num_experts) {
 inline void check_top_k(const Tensor& scores, int64_t k) {
   MC_REQUIRE(scores.dim() == 2 && k >= 1 && k <= scores.size(1),
              "k must be in [1, E] for scores (T, E), got {} for {}", k, shape_text(scores));
+}
+
+// ---- optimizer ----------------------------------------------------------------------------------
+// Memory of an optimizer step as a kernel takes it: no copies, as most of it is written.
+inline void check_flat(const char* name, const Tensor& tensor, const Tensor& param) {
+  MC_REQUIRE(tensor.dim() == 1 && tensor.has_sizes_of(param),
+             "{} {} must be flat and of the size of param {}", name, shape_text(tensor),
+             shape_text(param));
+  MC_REQUIRE(tensor.is_contiguous(), "{} {} must be contiguous", name, shape_text(tensor));
+}
+
+inline buffer::AdamWTensors checked_step(const Tensor& param,
+                                         const Tensor& grad,
+                                         const Tensor& exp_avg,
+                                         const Tensor& exp_avg_sq,
+                                         const std::optional<Tensor>& copy_out) {
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    MC_REQUIRE(tensor.dtype() == kDTypes.float32, "{} {} must be float32", name,
+               shape_text(tensor));
+    check_flat(name, tensor, param);
+  };
+  check("param", param);
+  check("grad", grad);
+  check("exp_avg", exp_avg);
+  check("exp_avg_sq", exp_avg_sq);
+  if (copy_out) {
+    MC_REQUIRE(copy_out->dtype() == kDTypes.bfloat16 || copy_out->dtype() == kDTypes.float16,
+               "copy_out {} must be bfloat16 or float16", shape_text(*copy_out));
+    check_flat("copy_out", *copy_out, param);
+  }
+  return {.param = param.mutable_data<float>(),
+          .grad = grad.data<float>(),
+          .exp_avg = exp_avg.mutable_data<float>(),
+          .exp_avg_sq = exp_avg_sq.mutable_data<float>(),
+          .copy_out = copy_out ? copy_out->mutable_data<uint16_t>() : nullptr,
+          .copy_is_float16 = copy_out && copy_out->dtype() == kDTypes.float16,
+          .numel = param.numel()};
+}
+
+// Numbers of a struct of float64 alone, for one of which a tensor may have more.
+template <typename Numbers>
+void check_numbers(const char* name, const Tensor& tensor) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(Numbers) / sizeof(double));
+  MC_REQUIRE(tensor.dtype() == kDTypes.float64 && tensor.dim() == 1 && tensor.size(0) >= kSize &&
+                 tensor.is_contiguous(),
+             "{} {} must be a flat float64 tensor of {} numbers", name, shape_text(tensor), kSize);
+}
+inline void check_control(const std::optional<Tensor>& control) {
+  if (control) {
+    check_numbers<buffer::StepControl>("control", *control);
+  }
+}
+inline void check_decision(const Tensor& state, const Tensor& sums, const Tensor& control) {
+  check_numbers<buffer::StepState>("state", state);
+  check_numbers<buffer::StepSums>("sums", sums);
+  check_numbers<buffer::StepControl>("control", control);
 }
 
 // ---- plans with clones --------------------------------------------------------------------------

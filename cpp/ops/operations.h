@@ -119,6 +119,33 @@ Tensor row_dots(Tensor tokens, Tensor rows, Tensor row_map);
 // The columns with the k largest scores of each row, the first of equal ones.
 Tensor top_k(Tensor scores, int64_t k);
 
+// One AdamW step in place, see buffer/adamw.h; `control` is the decision on it.
+void adamw_step(Tensor param,
+                Tensor grad,
+                Tensor exp_avg,
+                Tensor exp_avg_sq,
+                std::optional<Tensor> copy_out,
+                std::optional<Tensor> control,
+                double lr,
+                double beta1,
+                double beta2,
+                double eps,
+                double weight_decay,
+                double bias_correction1,
+                double bias_correction2,
+                double grad_scale);
+void decide_step(Tensor state,
+                 Tensor sums,
+                 Tensor control,
+                 double beta1,
+                 double beta2,
+                 double clip_grad,
+                 double loss_scale_interval,
+                 double num_averaged);
+
+// The sum of all squares, a float64 scalar.
+Tensor sum_of_squares(Tensor values);
+
 // The place of each copy (T, k), by a row of a plan with clones; see moe/reroute.h.
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens);
 

@@ -38,7 +38,6 @@ inline cuda::FloatType float_type(std::string_view dtype) {
 }
 
 void bind_clones(pybind11::module_& module);
-void bind_optim(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 

@@ -72,7 +72,6 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("grouped_gemm_archs", &megacore::cuda::grouped_gemm_archs);
   set_limits(module);
   megacore::bindings::bind_clones(module);
-  megacore::bindings::bind_optim(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_plan(module);
 }

@@ -581,39 +581,6 @@ class BucketTracker:
     def count(self, param: int) -> int: ...
     def expected(self, param: int) -> int: ...
 
-def adamw_step(
-    *,
-    param: int,
-    grad: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    copy_out: int,
-    copy_is_float16: bool,
-    numel: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction1: float,
-    bias_correction2: float,
-    grad_scale: float,
-    control: int,
-    num_threads: int,
-) -> None: ...
-def decide_step(
-    *,
-    state: int,
-    sums: int,
-    control: int,
-    beta1: float,
-    beta2: float,
-    clip_grad: float,
-    loss_scale_interval: float,
-    num_averaged: float,
-) -> None: ...
-def sum_of_squares(*, values: int, numel: int) -> float: ...
-
 # ---- checksums -----------------------------------------------------------------------------------
 
 def crc32(data: Buffer, crc: int = 0) -> int: ...

@@ -4,55 +4,12 @@ def device_count() -> int: ...
 def runtime_version() -> int: ...
 def driver_version() -> int: ...
 def compiled_archs() -> list[str]: ...
-def adamw_step(
-    *,
-    param: int,
-    grad: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    copy_out: int,
-    copy_is_float16: bool,
-    numel: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction1: float,
-    bias_correction2: float,
-    grad_scale: float,
-    control: int,
-    stream: int,
-) -> None: ...
-def decide_step(
-    *,
-    state: int,
-    sums: int,
-    control: int,
-    beta1: float,
-    beta2: float,
-    clip_grad: float,
-    loss_scale_interval: float,
-    num_averaged: float,
-    stream: int,
-) -> None: ...
 
 # Tensors are addresses; enumerators are numbers; see cuda/include/megacore/cuda/grouped_gemm.h.
 def grouped_gemm_archs() -> list[str]: ...
 
 MAX_SORTED_EXPERTS: int
 MAX_TOP_K_COLUMNS: int
-SUM_BLOCKS: int
-
-def sum_of_squares(
-    *,
-    values: int,
-    numel: int,
-    dtype: str,
-    partial_sums: int,
-    total: int,
-    stream: int,
-) -> None: ...
 
 # Tensors are addresses; see cuda/include/megacore/cuda/clone_exchange.h.
 def clones_open(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from megacore import _core
-from megacore.ops.cuda_module import cuda_kernels, has_cuda_kernels
-from megacore.ops.register import DTYPES, launch
+from megacore.ops.register import DTYPES, define_compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,12 @@ class AdamWSettings:
         """Bias correction of the second moment, ``1 - beta2^step``."""
         return 1.0 - self.beta2**self.step
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of an element's update, bias corrections in the place of the step."""
+        rates = self.lr, self.beta1, self.beta2, self.eps, self.weight_decay
+        return *rates, self.bias_correction1, self.bias_correction2, self.grad_scale
+
 
 def adamw_step_(
     param: Tensor,
@@ -101,29 +105,9 @@ def adamw_step_(
         >>> [round(x, 4) for x in p.tolist()]
         [0.5, 1.5]
     """
-    kind = param.device.type
-    if kind != "cpu" and not (kind == "cuda" and has_cuda_kernels()):
-        adamw_step_reference_(
-            param, grad, exp_avg, exp_avg_sq, settings, copy_out=copy_out, control=control
-        )
-        return
-    _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
-    _check_numbers("control", control, len(ControlAt), param)
-    arguments: dict[str, Any] = {
-        "param": param.data_ptr(),
-        "grad": grad.data_ptr(),
-        "exp_avg": exp_avg.data_ptr(),
-        "exp_avg_sq": exp_avg_sq.data_ptr(),
-        "copy_out": 0 if copy_out is None else copy_out.data_ptr(),
-        "copy_is_float16": copy_out is not None and copy_out.dtype == torch.float16,
-        "numel": param.numel(),
-        "control": 0 if control is None else control.data_ptr(),
-        **_numbers(settings),
-    }
-    if kind == "cuda":
-        launch("adamw_step", param, **arguments)
-    else:
-        _core.adamw_step(**arguments, num_threads=torch.get_num_threads())
+    _adamw_step_(param, grad, exp_avg, exp_avg_sq, copy_out, control, *settings.numbers)
+    written = param, exp_avg, exp_avg_sq
+    increment_version(written if copy_out is None else (*written, copy_out))
 
 
 def adamw_step_reference_(
@@ -137,23 +121,42 @@ def adamw_step_reference_(
     control: Tensor | None = None,
 ) -> None:
     """Compute :func:`adamw_step_` with torch operations on any device, bitwise equal."""
+    tensors = param, grad, exp_avg, exp_avg_sq, copy_out, control
+    _step_reference(*tensors, *settings.numbers)
+
+
+def _step_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy_out: Tensor | None,
+    control: Tensor | None,
+    base_lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias1: float,
+    bias2: float,
+    grad_scale: float,
+) -> None:
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
     _check_numbers("control", control, len(ControlAt), param)
     if control is None:
-        bias1, bias2 = settings.bias_correction1, settings.bias_correction2
-        numbers = [settings.grad_scale, bias1, bias2, 1.0, 0.0, 1.0]
+        numbers = [grad_scale, bias1, bias2, 1.0, 0.0, 1.0]
         control = torch.tensor(numbers, dtype=torch.float64).to(param.device)
-    lr = control[ControlAt.LR] * settings.lr
+    lr = control[ControlAt.LR] * base_lr
     is_applied = control[ControlAt.IS_APPLIED] != 0.0
     scaled = grad * control[ControlAt.GRAD_SCALE].float()
-    next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - settings.beta1)
-    next_avg_sq = exp_avg_sq * settings.beta2
-    next_avg_sq.add_((scaled * scaled).mul_(1.0 - settings.beta2))
+    next_avg = exp_avg + (scaled - exp_avg).mul_(1.0 - beta1)
+    next_avg_sq = exp_avg_sq * beta2
+    next_avg_sq.add_((scaled * scaled).mul_(1.0 - beta2))
     # torch.sqrt of fp32 may be off by one bit (with MKL); a square root in fp64 is exact.
     root = next_avg_sq.double().sqrt_().float()
-    root.mul_((1.0 / control[ControlAt.BIAS_CORRECTION2].sqrt()).float()).add_(settings.eps)
+    root.mul_((1.0 / control[ControlAt.BIAS_CORRECTION2].sqrt()).float()).add_(eps)
     update = (next_avg / root).mul_((lr / control[ControlAt.BIAS_CORRECTION1]).float())
-    next_param = (param * (1.0 - lr * settings.weight_decay).float()).sub_(update)
+    next_param = (param * (1.0 - lr * weight_decay).float()).sub_(update)
     exp_avg.copy_(torch.where(is_applied, next_avg, exp_avg))
     exp_avg_sq.copy_(torch.where(is_applied, next_avg_sq, exp_avg_sq))
     param.copy_(torch.where(is_applied, next_param, param))
@@ -179,6 +182,12 @@ class StepRules:
     clip_grad: float = 0.0
     loss_scale_interval: int = 0
     num_averaged: int = 0
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The rules in the order of the attributes."""
+        rules = self.beta1, self.beta2, self.clip_grad
+        return *rules, self.loss_scale_interval, self.num_averaged
 
 
 class StateAt(IntEnum):
@@ -248,21 +257,8 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
         >>> control.tolist(), state.tolist()
         ([0.5, 0.5, 0.25, 1.0, 5.0, 0.1], [1.0, 0.0, 2.0, 0.0])
     """
-    _check_decision(state, sums, control)
-    kind = state.device.type
-    if kind != "cpu" and not (kind == "cuda" and has_cuda_kernels()):
-        decide_step_reference_(state, sums, control, rules)
-        return
-    arguments: dict[str, Any] = {
-        "state": state.data_ptr(),
-        "sums": sums.data_ptr(),
-        "control": control.data_ptr(),
-        **asdict(rules),
-    }
-    if kind == "cuda":
-        launch("decide_step", state, **arguments)
-    else:
-        _core.decide_step(**arguments)
+    _decide_step_(state, sums, control, *rules.numbers)
+    increment_version((state, control))
 
 
 def decide_step_reference_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
@@ -270,29 +266,42 @@ def decide_step_reference_(state: Tensor, sums: Tensor, control: Tensor, rules: 
 
     Powers, and thus bias corrections, may differ in the last bit of fp64.
     """
+    _decide_reference(state, sums, control, *rules.numbers)
+
+
+def _decide_reference(
+    state: Tensor,
+    sums: Tensor,
+    control: Tensor,
+    beta1: float,
+    beta2: float,
+    clip_grad: float,
+    loss_scale_interval: float,
+    num_averaged: float,
+) -> None:
     _check_decision(state, sums, control)
     is_good = sums[SumsAt.NUM_NON_FINITE] == 0.0
     loss_scale = state[StateAt.LOSS_SCALE]
     scale = 1.0 / loss_scale
-    if rules.num_averaged > 0:
-        scale = scale * (rules.num_averaged / sums[SumsAt.NUM_TOKENS].clamp(min=1.0))
+    if num_averaged > 0:
+        scale = scale * (num_averaged / sums[SumsAt.NUM_TOKENS].clamp(min=1.0))
     state[StateAt.STEP_COUNT] += is_good
     state[StateAt.NUM_SKIPPED] += ~is_good
-    if rules.loss_scale_interval > 0:
+    if loss_scale_interval > 0:
         good_steps = torch.where(is_good, state[StateAt.LOSS_SCALE_GOOD_STEPS] + 1.0, 0.0)
-        grows = good_steps >= rules.loss_scale_interval
+        grows = good_steps >= loss_scale_interval
         grown = torch.where(grows, (loss_scale * 2.0).clamp(max=2.0**24), loss_scale)
         reduced = (loss_scale / 2.0).clamp(min=1.0)
         state[StateAt.LOSS_SCALE] = torch.where(is_good, grown, reduced)
         state[StateAt.LOSS_SCALE_GOOD_STEPS] = torch.where(grows, 0.0, good_steps)
     norm = sums[SumsAt.SQUARED_NORM].sqrt() * scale
     clip = torch.ones_like(norm)
-    if rules.clip_grad > 0.0:
-        clip = (rules.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+    if clip_grad > 0.0:
+        clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0)
     step_count = state[StateAt.STEP_COUNT]
     control[ControlAt.GRAD_SCALE] = clip * scale
-    control[ControlAt.BIAS_CORRECTION1] = 1.0 - rules.beta1**step_count
-    control[ControlAt.BIAS_CORRECTION2] = 1.0 - rules.beta2**step_count
+    control[ControlAt.BIAS_CORRECTION1] = 1.0 - beta1**step_count
+    control[ControlAt.BIAS_CORRECTION2] = 1.0 - beta2**step_count
     control[ControlAt.IS_APPLIED] = is_good
     control[ControlAt.GRAD_NORM] = torch.where(is_good, norm, math.nan)
 
@@ -316,49 +325,14 @@ def sum_of_squares(values: Tensor) -> Tensor:
         >>> sum_of_squares(torch.tensor([3.0, 4.0])).item()
         25.0
     """
-    if not values.is_contiguous():
-        raise ValueError(f"values {_describe(values)} must be contiguous")
-    if values.is_cuda and has_cuda_kernels() and values.dtype in DTYPES:
-        total = values.new_empty((), dtype=torch.float64)
-        partial_sums = values.new_empty(cuda_kernels().SUM_BLOCKS, dtype=torch.float64)
-        launch(
-            "sum_of_squares",
-            values,
-            values=values.data_ptr(),
-            numel=values.numel(),
-            dtype=DTYPES[values.dtype],
-            partial_sums=partial_sums.data_ptr(),
-            total=total.data_ptr(),
-        )
-        return total
-    if not values.is_cpu:
-        return sum_of_squares_reference(values)
-    values = values.float()
-    total = torch.empty((), dtype=torch.float64)
-    # Written through a pointer, like a kernel result: recorders of operations must not see a
-    # host number.
-    sum_ = _core.sum_of_squares(values=values.data_ptr(), numel=values.numel())
-    ctypes.c_double.from_address(total.data_ptr()).value = sum_
-    return total
+    result: Tensor = _sum_of_squares(values)
+    return result
 
 
 def sum_of_squares_reference(values: Tensor) -> Tensor:
     """Compute :func:`sum_of_squares` with torch operations, in torch's order."""
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm.square()
-
-
-def _numbers(settings: AdamWSettings) -> dict[str, float]:
-    return {
-        "lr": settings.lr,
-        "beta1": settings.beta1,
-        "beta2": settings.beta2,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "bias_correction1": settings.bias_correction1,
-        "bias_correction2": settings.bias_correction2,
-        "grad_scale": settings.grad_scale,
-    }
 
 
 def _check_step(
@@ -405,3 +379,35 @@ def _check_tensor(name: str, tensor: Tensor, param: Tensor, *dtypes: torch.dtype
 def _describe(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{tuple(tensor.shape)} {dtype} on {tensor.device}"
+
+
+def _nothing(*args: Any) -> None:
+    del args
+
+
+def _sum_fake(values: Tensor) -> Tensor:
+    return values.new_empty((), dtype=torch.float64)
+
+
+_adamw_step_ = define_compiled(
+    "adamw_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq,"
+    " Tensor(d!)? copy_out, Tensor? control, float lr, float beta1, float beta2, float eps,"
+    " float weight_decay, float bias_correction1, float bias_correction2, float grad_scale) -> ()",
+    reference=_step_reference,
+    dtypes=(torch.float32,),
+    fake=_nothing,
+)
+_decide_step_ = define_compiled(
+    "decide_step_(Tensor(a!) state, Tensor sums, Tensor(b!) control, float beta1, float beta2,"
+    " float clip_grad, float loss_scale_interval, float num_averaged) -> ()",
+    reference=_decide_reference,
+    dtypes=(torch.float64,),
+    fake=_nothing,
+)
+_sum_of_squares = define_compiled(
+    "sum_of_squares(Tensor values) -> Tensor",
+    reference=sum_of_squares_reference,
+    dtypes=(*DTYPES, torch.float64),
+    cuda_fits=lambda values: values.dtype in DTYPES,
+    fake=_sum_fake,
+)

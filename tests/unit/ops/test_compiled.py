@@ -18,6 +18,7 @@ from megacore.ops import (  # noqa: F401  registers
     dropout,
     echo_counts,
     normed_rotation,
+    optim,
     quantize,
     rotation,
     routing,
@@ -33,6 +34,8 @@ DIFFERENTIABLE = (
     *("permute", "unpermute", "permute_both", "unpermute_both"),
     *("split_and_rotate", "norm_and_rotate", "counter_dropout"),
 )
+# Operations that take no strides in any argument.
+CONTIGUOUS = ("adamw_step_", "decide_step_", "sum_of_squares")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,6 +53,9 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     first, slots = torch.zeros(8).long(), torch.tensor([[[-1, 3], [0, 1]], [[0, 1], [1, 2]]])
     counts = slots, torch.tensor([6, 2]), torch.arange(5), torch.tensor([3000])
     plan, sums = (slots[0], *counts), torch.full((8,), 0.25, dtype=torch.float64)
+    control = torch.tensor([0.5, 0.1, 0.2, 1.0, 3.0, 2.0], dtype=torch.float64)
+    settings, rules = (0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1.0, 1.0), (0.9, 0.99, 1.0, 2.0, 3.0)
+    state = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
     routed = 2, 1, False, False, True, 1.5, True, 0.1, 0.1
     return {
         "rms_norm": [x, weight, 1e-5],
@@ -63,6 +69,9 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "unpermute_both": [rows, draw(7), row_map],
         "row_dots": [tokens, rows, row_map],
         "top_k": [rows, 3],
+        "adamw_step_": [*draw(3, 9), draw(9).abs(), draw(9).bfloat16(), control, *settings],
+        "decide_step_": [state, torch.tensor([4.0, 0.0, 7.0]).double(), control, *rules],
+        "sum_of_squares": [rows],
         "reroute": [row_map, torch.tensor([2, 2, 1, 1, 0, 0, 1, 0]), first, *slots],
         "count_plan_": [sums, *plan, torch.arange(12), 8],
         "count_held_": [sums, slots[0], 2, 5, 100],
@@ -90,12 +99,13 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
 
 
 def strided_arguments(name: str, arguments: list[Any]) -> list[Any]:
-    """Copies with other strides, but for what is written, which has to be contiguous."""
+    """Copies with other strides, but for what has to be contiguous: what is written, above all."""
     declared = getattr(OPS, name).default._schema.arguments
     copies = []
     for x, each in zip(arguments, declared, strict=False):  # some have defaults
         if isinstance(x, Tensor):
-            x = torch.stack([x, x], -1)[..., 0] if each.alias_info is None else x.clone()
+            is_contiguous = each.alias_info is not None or name in CONTIGUOUS
+            x = x.clone() if is_contiguous else torch.stack([x, x], -1)[..., 0]
         copies.append(x)
     return copies
 
@@ -177,6 +187,19 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("norm_and_rotate", {1: torch.ones(5)}, r"weights of norms must be \(D,\), got \(5,\)"),
         ("norm_and_rotate", {2: torch.ones(6).half()}, "weights of norms must have the dtype"),
         ("norm_and_rotate_backward", {6: torch.ones(7)}, "a float32 number per normalized head"),
+        ("adamw_step_", {0: torch.ones(3, 3)}, r"param \(3, 3\) must be flat"),
+        (
+            "adamw_step_",
+            {1: torch.ones(8)},
+            r"grad \(8,\) must be flat and of the size of .* \(9,\)",
+        ),
+        ("adamw_step_", {2: torch.ones(9).double()}, r"exp_avg \(9,\) must be float32"),
+        ("adamw_step_", {3: torch.ones(18)[::2]}, r"exp_avg_sq \(9,\) must be contiguous"),
+        ("adamw_step_", {4: torch.ones(9)}, r"copy_out \(9,\) must be bfloat16 or float16"),
+        ("adamw_step_", {5: torch.ones(5).double()}, r"control \(5,\) must .* of 6 numbers"),
+        ("decide_step_", {0: torch.ones(4)}, r"state \(4,\) must be a flat float64 tensor of 4"),
+        ("decide_step_", {1: torch.ones(2).double()}, r"sums \(2,\) must .* of 3 numbers"),
+        ("sum_of_squares", {0: torch.ones(8)[::2]}, r"values \(4,\) must be contiguous"),
         ("reroute", {0: torch.ones(3, 2)}, "expert_ids must be int64"),
         ("reroute", {1: torch.ones(8)}, r"total must be \(E,\) int64, got \(8,\)"),
         ("reroute", {1: torch.ones(7).long()}, "7 experts do not divide over 2 ranks"),

@@ -85,7 +85,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_results_are_those_of_the_cpu(emulated: Any, name: str, dtype: torch.dtype) -> None:
     arguments = gpu_arguments(name, dtype)
     found = results(getattr(emulated, f"_{name}"), copied(arguments))
-    assert_same(found, results(getattr(OPS, name), copied(arguments)))
+    expected = results(getattr(OPS, name), copied(arguments))
+    if name in ("adamw_step_", "decide_step_"):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert_same(found, expected)
 
 
 def moved(tensor: Tensor) -> Tensor:
