@@ -1,6 +1,5 @@
-#include "megacore/moe/grouped_gemm.h"
-
 #include "cpu.h"
+#include "megacore/moe/grouped_gemm.h"
 
 namespace megacore::ops {
 namespace {

@@ -1,7 +1,6 @@
-#include "megacore/layers/dense.h"
-
 #include "arguments.h"
 #include "cpu.h"
+#include "megacore/layers/dense.h"
 
 namespace megacore::ops {
 std::tuple<Tensor, Tensor, Tensor> split_and_rotate(Tensor qkv,

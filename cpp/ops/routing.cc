@@ -1,7 +1,6 @@
-#include "megacore/moe/router.h"
-
 #include "arguments.h"
 #include "cpu.h"
+#include "megacore/moe/router.h"
 
 namespace megacore::ops {
 std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor logits,

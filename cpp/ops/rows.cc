@@ -1,7 +1,6 @@
-#include "megacore/moe/permutation.h"
-
 #include "arguments.h"
 #include "cpu.h"
+#include "megacore/moe/permutation.h"
 
 namespace megacore::ops {
 namespace {

@@ -1,5 +1,5 @@
-// Registers the operations of the CUDA module on emulated kernels, for CPU tensors, in a namespace of
-// its own.
+// Registers the operations of the CUDA module on emulated kernels, for CPU tensors, in a namespace
+// of its own.
 
 #include "gpu_operations.h"
 #include "kernels.h"
