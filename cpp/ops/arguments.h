@@ -15,6 +15,7 @@
 #include "megacore/moe/echo_counts.h"
 #include "megacore/moe/fp8.h"
 #include "megacore/moe/permutation.h"
+#include "megacore/moe/plan_spec.h"
 #include "megacore/moe/reroute.h"
 #include "megacore/moe/router.h"
 #include "tensor.h"
@@ -323,6 +324,24 @@ inline void check_integers(const char* name,
   MC_REQUIRE(tensor.dtype() == kDTypes.int64 && std::ranges::equal(tensor.sizes(), sizes),
              "{} must be {} int64, got {}", name,
              shape_text(std::span<const int64_t>(sizes.begin(), sizes.size())), shape_text(tensor));
+}
+
+inline moe::PlanSpec checked_spec(const Tensor& counts,
+                                  int64_t num_spare_slots,
+                                  bool is_balanced,
+                                  int64_t tolerance,
+                                  int64_t min_imbalance,
+                                  int64_t domain_size) {
+  MC_REQUIRE(counts.dim() == 2 && counts.dtype() == kDTypes.int64,
+             "counts must be (R, E) int64, got {}", shape_text(counts));
+  const moe::PlanSpec spec = {
+      .method = is_balanced ? moe::PlanMethod::kBalanced : moe::PlanMethod::kEcho,
+      .num_spare_slots = num_spare_slots,
+      .tolerance_per_million = tolerance,
+      .min_imbalance_per_million = min_imbalance,
+      .domain_size = domain_size};
+  moe::require_spec(spec, counts.size(0));
+  return spec;
 }
 
 inline moe::PlanShape checked_slots(const Tensor& slot_expert, int64_t num_experts) {

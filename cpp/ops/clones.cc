@@ -1,7 +1,43 @@
+#include <chrono>
+
 #include "arguments.h"
 #include "cpu.h"
+#include "megacore/moe/offload_plan.h"
 
 namespace megacore::ops {
+namespace {
+
+Tensor tensor_of(std::span<const int64_t> numbers, std::initializer_list<int64_t> sizes) {
+  Tensor tensor = empty(sizes, kDTypes.int64);
+  std::ranges::copy(numbers, tensor.mutable_data<int64_t>());
+  return tensor;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
+                                                                        int64_t num_spare_slots,
+                                                                        bool is_balanced,
+                                                                        int64_t tolerance,
+                                                                        int64_t min_imbalance,
+                                                                        int64_t domain_size) {
+  using Clock = std::chrono::steady_clock;
+  const moe::PlanSpec spec =
+      checked_spec(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+  const int64_t ranks = counts.size(0), experts = counts.size(1);
+  counts = contiguous(std::move(counts));
+  const auto start = Clock::now();
+  const moe::OffloadPlan plan = moe::plan_offload({counts.data<int64_t>(), ranks, experts}, spec);
+  const std::chrono::nanoseconds elapsed = Clock::now() - start;
+  const int64_t bound_holds = plan.bound_holds ? 1 : 0;
+  return {tensor_of(plan.slot_expert, {ranks, num_spare_slots}),
+          tensor_of(plan.rerouted, {ranks, ranks, num_spare_slots}),
+          tensor_of(plan.load_before, {ranks}),
+          tensor_of(plan.load_after, {ranks}),
+          tensor_of(std::array{plan.max_load, plan.num_clones, plan.bound, bound_holds, int64_t{1}},
+                    {5}),
+          tensor_of(std::array{int64_t{elapsed.count()}}, {1})};
+}
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {
   expert_ids = contiguous(std::move(expert_ids));

@@ -39,6 +39,7 @@ inline constexpr Kernel kKernels[] = {
     {"_adamw_step_", kernel_of<adamw_step>},
     {"_decide_step_", kernel_of<decide_step>},
     {"_sum_of_squares", kernel_of<sum_of_squares>},
+    {"_plan_offload", kernel_of<plan_offload>},
     {"_reroute", kernel_of<reroute>},
     {"_count_plan_", kernel_of<count_plan>},
     {"_count_held_", kernel_of<count_held>},

@@ -146,6 +146,17 @@ void decide_step(Tensor state,
 // The sum of all squares, a float64 scalar.
 Tensor sum_of_squares(Tensor values);
 
+// A plan of clones from the tokens of each rank for each expert (R, E); see moe/offload_plan.h.
+// Slots (R, S), tokens that leave their home (R, R, S), loads before and after (R), the five
+// numbers of moe::TeamPlanSummary, and the nanoseconds that it took. Tolerance and imbalance are in
+// millionths.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
+                                                                        int64_t num_spare_slots,
+                                                                        bool is_balanced,
+                                                                        int64_t tolerance,
+                                                                        int64_t min_imbalance,
+                                                                        int64_t domain_size);
+
 // The place of each copy (T, k), by a row of a plan with clones; see moe/reroute.h.
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens);
 

@@ -39,6 +39,5 @@ inline cuda::FloatType float_type(std::string_view dtype) {
 
 void bind_clones(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);
-void bind_plan(pybind11::module_& module);
 
 }  // namespace megacore::bindings

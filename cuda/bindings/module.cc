@@ -73,5 +73,4 @@ PYBIND11_MODULE(_cuda, module) {
   set_limits(module);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_peers(module);
-  megacore::bindings::bind_plan(module);
 }

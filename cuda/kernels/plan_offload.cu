@@ -5,6 +5,7 @@
 #include "megacore/base/check.h"
 #include "megacore/cuda/plan_offload.h"
 #include "row_io.cuh"
+#include "system_memory.cuh"
 
 namespace megacore::cuda {
 namespace {
@@ -61,22 +62,16 @@ struct DeviceTeam {
   __device__ void sync() const { __syncthreads(); }
 };
 
-__device__ __forceinline__ int64_t nanoseconds() {
-  int64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 __global__ void __launch_bounds__(kThreads, 1)
     plan_kernel(PlanOffloadParams params, int64_t num_runs) {
   extern __shared__ int64_t memory[];
-  const int64_t start_ns = nanoseconds();
+  const uint64_t start_ns = now_ns();
   moe::TeamPlanner<DeviceTeam, DeviceWarp>(DeviceTeam{}, DeviceWarp{}, params.shape, params.spec,
                                            PlanMemory(memory, params.shape, num_runs),
                                            params.counts, params.plan)
       .run();
   if (threadIdx.x == 0) {
-    *params.elapsed_ns = nanoseconds() - start_ns;
+    *params.elapsed_ns = static_cast<int64_t>(now_ns() - start_ns);
   }
 }
 

@@ -1,9 +1,42 @@
 #include "device.h"
 #include "megacore/cuda/echo_counts.h"
+#include "megacore/cuda/plan_offload.h"
 #include "megacore/cuda/reroute.h"
 #include "operations.h"
 
 namespace megacore::ops {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
+                                                                        int64_t num_spare_slots,
+                                                                        bool is_balanced,
+                                                                        int64_t tolerance,
+                                                                        int64_t min_imbalance,
+                                                                        int64_t domain_size) {
+  const moe::PlanSpec spec =
+      checked_spec(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+  const Device device(counts);
+  const int64_t ranks = counts.size(0), experts = counts.size(1);
+  counts = device.contiguous(std::move(counts));
+  Tensor slot_expert = device.empty({ranks, num_spare_slots}, kDTypes.int64);
+  Tensor rerouted = device.empty({ranks, ranks, num_spare_slots}, kDTypes.int64);
+  Tensor load_before = device.empty({ranks}, kDTypes.int64);
+  Tensor load_after = device.empty({ranks}, kDTypes.int64);
+  Tensor summary = device.empty({sizeof(moe::TeamPlanSummary) / sizeof(int64_t)}, kDTypes.int64);
+  Tensor elapsed_ns = device.empty({1}, kDTypes.int64);
+  cuda::plan_offload(
+      {.shape = {.num_ranks = ranks, .num_experts = experts, .num_spare_slots = num_spare_slots},
+       .spec = spec,
+       .counts = counts.data<int64_t>(),
+       .plan = {.slot_expert = slot_expert.mutable_data<int64_t>(),
+                .rerouted = rerouted.mutable_data<int64_t>(),
+                .load_before = load_before.mutable_data<int64_t>(),
+                .load_after = load_after.mutable_data<int64_t>(),
+                .summary = summary.mutable_data<moe::TeamPlanSummary>()},
+       .elapsed_ns = elapsed_ns.mutable_data<int64_t>()},
+      device.stream());
+  return {std::move(slot_expert), std::move(rerouted), std::move(load_before),
+          std::move(load_after),  std::move(summary),  std::move(elapsed_ns)};
+}
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {
   const Device device(expert_ids, total, first, slot_expert, tokens);

@@ -78,24 +78,6 @@ def clones_collect(
     tensor: int,
     stream: int,
 ) -> None: ...
-def plan_offload(
-    *,
-    counts: int,
-    num_ranks: int,
-    num_experts: int,
-    num_spare_slots: int,
-    planner: str,
-    tolerance_per_million: int,
-    min_imbalance_per_million: int,
-    domain_size: int,
-    slot_expert: int,
-    rerouted: int,
-    load_before: int,
-    load_after: int,
-    summary: int,
-    elapsed_ns: int,
-    stream: int,
-) -> None: ...
 
 # Tensors are addresses; see cuda/include/megacore/cuda/peer_exchange.h.
 PEER_STATE_NUMEL: int

@@ -27,7 +27,8 @@ STUB = Path(register.__file__).parents[1] / "_cuda.pyi"
 MODULES = (
     *("ops/activations.py", "ops/dense.py", "ops/dropout.py", "ops/echo_counts.py"),
     *("ops/normed_rotation.py", "ops/permutation.py", "ops/quantize.py", "ops/rotation.py"),
-    *("ops/peer_exchange.py", "ops/routing.py", "ops/topk.py", "moe/echo/reroute.py"),
+    *("ops/peer_exchange.py", "ops/routing.py", "ops/topk.py", "ops/optim.py"),
+    *("moe/echo/device_plan.py", "moe/echo/reroute.py"),
 )
 # T tokens, E experts, k choices, H features, R ranks.
 T, E, K, H, R = 6, 4, 2, 128, 2
@@ -135,6 +136,10 @@ def ids(*shape: int) -> Tensor:
     return on_gpu(*shape, dtype=torch.int64)
 
 
+def numbers(*shape: int) -> Tensor:
+    return on_gpu(*shape, dtype=torch.float64)
+
+
 def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
     """Return arguments of each operation; ``x`` makes a tensor of the dtype to be tested."""
     rotary = on_gpu(T, 16), on_gpu(T, 16)
@@ -175,8 +180,15 @@ def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
             *(on_gpu(T, K), on_gpu(T, E), ids(T, K), on_gpu(1, E), on_gpu(), None),
             *(*rule, 0.1, 0.0),
         ),
-        "count_plan_": (on_gpu(8, dtype=torch.float64), *plan),
-        "count_held_": (on_gpu(8, dtype=torch.float64), ids(R, K), 0, 2, 100),
+        "adamw_step_": (
+            *(on_gpu(T), on_gpu(T), on_gpu(T), on_gpu(T), on_gpu(T, dtype=torch.bfloat16)),
+            *(numbers(6), 0.1, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.1, 1.0),
+        ),
+        "decide_step_": (numbers(4), numbers(3), numbers(6), 0.9, 0.99, 1.0, 0.0, 0.0),
+        "sum_of_squares": (x(T, H),),
+        "plan_offload": (ids(R, E), K, True, 0, 10**6, 0),
+        "count_plan_": (numbers(8), *plan),
+        "count_held_": (numbers(8), ids(R, K), 0, 2, 100),
         "peer_send_counts": (ids(T, K), *members, [E, R, 1]),
         "peer_plan": (*members, [E, R, 1], T * K),
         "peer_map_copies": (ids(T, K), ids(8), ids(E), ids(R, 1), T * K),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops import gemm_cuda
-from tests.unit.ops.test_compiled import OPS, arguments_of, strided_arguments
+from tests.unit.ops.test_compiled import OPS, arguments_of, strided_arguments, without_times
 
 LIBRARY = Path(__file__).parents[3] / "build/cpu/tests/cpp/libemulated_operations.so"
 NAMES = sorted(set(arguments_of()) - {"grouped_product"})
@@ -67,8 +67,9 @@ def copied(arguments: list[Any]) -> list[Any]:
 
 def results(operation: Any, arguments: list[Any]) -> list[Tensor]:
     found = operation(*arguments)
+    found = [found] if isinstance(found, Tensor) else list(found or ())
     written = [x for x in arguments if isinstance(x, Tensor)]
-    return [*([found] if isinstance(found, Tensor) else found or ()), *written]
+    return [*without_times(operation.__name__, found), *written]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -129,3 +130,17 @@ def test_grouped_products_reach_their_launcher(
         )
     with pytest.raises(ValueError, match=r"m_splits must have 2 entries of its dtype, got \(3,\)"):
         gemm_cuda.launch_grouped(product, first, second, torch.ones(3).long(), out)
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_plans_are_those_of_the_cpu(emulated: Any, is_balanced: bool) -> None:
+    num_clones = 0
+    for seed, (ranks, experts) in enumerate([(1, 4), (2, 2), (4, 8), (7, 21), (4, 16)]):
+        random = torch.Generator().manual_seed(seed)
+        counts = (torch.rand(ranks, experts, generator=random) ** seed * 300).long()
+        options = seed % 3 + 1, is_balanced, 10_000 * (seed % 2), 10**6, 0
+        found = results(emulated._plan_offload, [counts, *options])
+        expected = results(OPS.plan_offload, [counts, *options])
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        num_clones += int(expected[4][1])
+    assert num_clones > 0

@@ -8,7 +8,6 @@ Shapes: R ranks, E experts, k spare slots per rank.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from megacore import _core
 from megacore.moe.echo.plan import OffloadPlan, require_options
-from megacore.ops import has_cuda_kernels
-from megacore.ops.register import define_op, describe, launch
+from megacore.ops.register import define_compiled, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +125,7 @@ def plan_offload_on_device(
         *_plan_offload(
             counts,
             num_spare_slots,
-            planner,
+            planner == "balanced",
             round(tolerance * 1e6),
             round(min_imbalance * 1e6),
             domain_size or 0,
@@ -135,67 +133,12 @@ def plan_offload_on_device(
     )
 
 
-def _plan_cuda(
-    counts: Tensor,
-    num_spare_slots: int,
-    planner: str,
-    tolerance: int,
-    min_imbalance: int,
-    domain_size: int,
-) -> tuple[Tensor, ...]:
-    if not has_cuda_kernels():
-        on_host = _plan_cpu(
-            counts.cpu(), num_spare_slots, planner, tolerance, min_imbalance, domain_size
-        )
-        return tuple(each.to(counts.device) for each in on_host)
-    counts = counts.contiguous()
-    num_ranks, num_experts = counts.shape
-    plan = _plan_fake(counts, num_spare_slots, planner, tolerance, min_imbalance, domain_size)
-    names = ("slot_expert", "rerouted", "load_before", "load_after", "summary", "elapsed_ns")
-    launch(
-        "plan_offload",
-        counts,
-        counts=counts.data_ptr(),
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        num_spare_slots=num_spare_slots,
-        planner=planner,
-        tolerance_per_million=tolerance,
-        min_imbalance_per_million=min_imbalance,
-        domain_size=domain_size,
-        **{name: each.data_ptr() for name, each in zip(names, plan, strict=True)},
-    )
-    return plan
+def _plan_on_host(counts: Tensor, *options: int) -> tuple[Tensor, ...]:
+    """Plan on the CPU, where there are no CUDA kernels."""
+    return tuple(each.to(counts.device) for each in _plan_offload(counts.cpu(), *options))
 
 
-def _plan_cpu(
-    counts: Tensor,
-    num_spare_slots: int,
-    planner: str,
-    tolerance: int,
-    min_imbalance: int,
-    domain_size: int,
-) -> tuple[Tensor, ...]:
-    start = time.perf_counter_ns()
-    plan = _core.plan_offload(
-        counts.contiguous().numpy(),
-        planner=planner,
-        num_spare_slots=num_spare_slots,
-        tolerance_per_million=tolerance,
-        min_imbalance_per_million=min_imbalance,
-        domain_size=domain_size,
-    )
-    elapsed_ns = time.perf_counter_ns() - start
-    arrays = (plan.slot_expert, plan.rerouted, plan.load_before, plan.load_after)
-    summary = (plan.max_load, plan.num_clones, plan.bound, int(plan.bound_holds), 1)
-    return (
-        *(torch.tensor(array) for array in arrays),
-        torch.tensor(summary),
-        torch.tensor([elapsed_ns]),
-    )
-
-
-def _plan_fake(counts: Tensor, num_spare_slots: int, *options: str | int) -> tuple[Tensor, ...]:
+def _plan_fake(counts: Tensor, num_spare_slots: int, *options: int) -> tuple[Tensor, ...]:
     del options
     num_ranks = counts.shape[0]
     return (
@@ -208,10 +151,10 @@ def _plan_fake(counts: Tensor, num_spare_slots: int, *options: str | int) -> tup
     )
 
 
-_plan_offload = define_op(
-    "plan_offload(Tensor counts, SymInt num_spare_slots, str planner, int tolerance,"
+_plan_offload = define_compiled(
+    "plan_offload(Tensor counts, SymInt num_spare_slots, bool is_balanced, int tolerance,"
     " int min_imbalance, int domain_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_plan_cpu,
-    cuda=_plan_cuda,
+    reference=_plan_on_host,
+    dtypes=(torch.int64,),
     fake=_plan_fake,
 )
