@@ -29,6 +29,8 @@ from megatrain.config.resolved import (
     ResolvedConfig,
     ResolvedModelConfig,
     ResolvedMoEConfig,
+    ResolvedOptimizerConfig,
+    ResolvedTrainConfig,
 )
 from megatrain.config.run import RunConfig
 from megatrain.config.sections import Config, section_classes
@@ -52,6 +54,8 @@ __all__ = [
     "ResolvedConfig",
     "ResolvedMoEConfig",
     "ResolvedModelConfig",
+    "ResolvedOptimizerConfig",
+    "ResolvedTrainConfig",
     "RopeScalingConfig",
     "RunConfig",
     "SourceConfig",

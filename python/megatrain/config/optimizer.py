@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
-from megacore.optim.options import OptimizerOptions, RateOptions
+from megacore.optim.options import RateOptions
 from megatrain.config.base import Section
 
 
@@ -66,11 +66,12 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of AdamW's moments."
     )
-    overlap: Literal["none", "grads", "params", "all"] = Field(
-        default="none",
+    overlap: Literal["none", "grads", "params", "all"] | None = Field(
+        default=None,
         description="Communication that overlaps with compute: the reduction of a bucket's "
         "gradients with the backward pass (`grads`), the gather of updated parameters with the "
-        "next forward pass (`params`), or both (`all`).",
+        "next forward pass (`params`), or both (`all`). Default: `all` with `nccl`, `none` with "
+        "`gloo`, whose messages take processor time.",
     )
     bucket_numel: int | None = Field(
         default=None,
@@ -98,20 +99,6 @@ class OptimizerConfig(Section):
         ge=1,
         description="Steps without overflow after which the loss scale doubles.",
     )
-
-    def options(self) -> OptimizerOptions:
-        """Return the options of the optimizer."""
-        return OptimizerOptions(
-            weight_decay=self.weight_decay,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            clip_grad=self.clip_grad,
-            moments_dtype=self.moments_dtype,
-            overlap=self.overlap,
-            loss_scale=self.loss_scale,
-            loss_scale_interval=self.loss_scale_interval,
-        )
 
     def buffer_options(self) -> BufferOptions:
         """Return the options of gradient buffers."""

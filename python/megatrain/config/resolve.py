@@ -140,9 +140,15 @@ def _fill(
             schedule=DEFAULT_SCHEDULE if config.pipeline.schedule_file is None else None,
             num_chunks=config.pipeline.chunks,
         ).with_file(config.pipeline.file),
+        "train": _filling(
+            resolved.ResolvedTrainConfig,
+            config.train,
+            dtype="bfloat16" if backend == "nccl" else "float32",
+        ),
         "optimizer": _filling(
             resolved.ResolvedOptimizerConfig,
             config.optimizer,
+            overlap="all" if backend == "nccl" else "none",
             min_lr=config.optimizer.lr / 10,
             decay_steps=config.optimizer.default_decay_steps(steps),
         ),

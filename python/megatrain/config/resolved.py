@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megacore.optim.options import OptimizerOptions
 from megatrain.config.checkpoint import CheckpointConfig
 from megatrain.config.debug import DebugConfig
 from megatrain.config.model import ModelConfig
@@ -13,6 +14,7 @@ from megatrain.config.parallel import ParallelConfig
 from megatrain.config.pipeline import PipelineConfig, ScheduleName
 from megatrain.config.run import RunConfig
 from megatrain.config.sections import Config
+from megatrain.config.train import TrainSectionConfig
 
 
 class ResolvedModelConfig(ModelConfig):
@@ -46,11 +48,32 @@ class ResolvedPipelineConfig(PipelineConfig):
     num_chunks: int
 
 
+class ResolvedTrainConfig(TrainSectionConfig):
+    """``[train]`` with the number format of weights and activations."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
 class ResolvedOptimizerConfig(OptimizerConfig):
-    """``[optimizer]`` with the learning rate at the end and the length of the decay."""
+    """``[optimizer]`` with the end of the decay, and the communication that overlaps."""
 
     min_lr: float
     decay_steps: int
+    overlap: Literal["none", "grads", "params", "all"]
+
+    def options(self) -> OptimizerOptions:
+        """Return the options of the optimizer."""
+        return OptimizerOptions(
+            weight_decay=self.weight_decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            clip_grad=self.clip_grad,
+            moments_dtype=self.moments_dtype,
+            overlap=self.overlap,
+            loss_scale=self.loss_scale,
+            loss_scale_interval=self.loss_scale_interval,
+        )
 
 
 class ResolvedCheckpointConfig(CheckpointConfig):
@@ -79,6 +102,7 @@ class ResolvedConfig(Config):
     moe: ResolvedMoEConfig
     parallel: ResolvedParallelConfig
     pipeline: ResolvedPipelineConfig
+    train: ResolvedTrainConfig
     optimizer: ResolvedOptimizerConfig
     checkpoint: ResolvedCheckpointConfig
     run: ResolvedRunConfig

@@ -42,10 +42,11 @@ class TrainSectionConfig(Section):
         description="Classes with methods that are called during training, each as "
         "`package.module:name`, see own-model.md.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
         description="Number format of weights and activations; main weights are float32. Also "
-        "`bf16`, `fp16` and `fp32`.",
+        "`bf16`, `fp16` and `fp32`. Default: `bfloat16` on GPUs (`run.backend` is `nccl`), "
+        "`float32` on CPUs.",
     )
     fp8: Literal["off", "blockwise"] = Field(
         default="off",

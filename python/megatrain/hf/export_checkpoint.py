@@ -106,23 +106,24 @@ def export_checkpoint(
     )
     config = config_from_values(stored.config, source=str(stored.folder))
     kept = _Kept.of(config.data.tokenizer, stored.folder)
+    trained = config.train.dtype or "float32"
     hf_config, notes = kept.config(config.model, config.moe, family)
     tensors = HFTensors(
         hf_config["model_type"],
         config.model,
         config.moe,
-        dtype=torch_dtype(dtype or kept.dtype or config.train.dtype),
+        dtype=torch_dtype(dtype or kept.dtype or trained),
         others={} if dtype else kept.dtypes,
     )
     if dtype or not kept.dtype:
-        dtype = dtype or config.train.dtype
+        dtype = dtype or trained
         stated = [name for name in ("dtype", "torch_dtype") if name in hf_config]
         hf_config |= dict.fromkeys(stated or ("dtype", "torch_dtype"), dtype)
         notes += kept.rounding(tensors.specs, dtype)
-    elif config.train.dtype == "float32" != kept.dtype:
+    elif trained == "float32" != kept.dtype:
         notes += (
             f"the weights are {kept.dtype}, as in the imported files, though train.dtype is "
-            f"{config.train.dtype}; --dtype {config.train.dtype} keeps more digits",
+            f"{trained}; --dtype {trained} keeps more digits",
         )
     generation = kept.generation(hf_config)
     try:

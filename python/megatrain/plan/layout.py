@@ -14,6 +14,8 @@ from megatrain.config import (
     Config,
     ModelConfig,
     ParallelConfig,
+    ResolvedConfig,
+    ResolvedTrainConfig,
     TrainSectionConfig,
     layers_of_stages,
     mtp_stage,
@@ -95,7 +97,7 @@ def train_recompute(train: TrainSectionConfig) -> Recompute | None:
     return Recompute(keep=train.recompute_keep) if train.recompute else None
 
 
-def activation_specs(config: Config, device: torch.device) -> dict[int, ActivationSpec]:
+def activation_specs(config: ResolvedConfig, device: torch.device) -> dict[int, ActivationSpec]:
     """Build the output spec of each stage except the last, for every copy of the model.
 
     ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``; from the stage of the
@@ -113,7 +115,11 @@ def activation_specs(config: Config, device: torch.device) -> dict[int, Activati
 
 
 def activation_spec(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainSectionConfig, *, device: torch.device
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: ResolvedTrainConfig,
+    *,
+    device: torch.device,
 ) -> ActivationSpec:
     """Build the spec: ``(S/cp, B, H)``, with sequence parallelism ``(S/cp/tp, B, H)``."""
     slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)

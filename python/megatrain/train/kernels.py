@@ -11,12 +11,12 @@ import torch
 from megacore.ops.cuda_module import KernelBuild, device_facts
 from megacore.ops.gemm_torch import has_grouped_mm
 from megacore.ops.kernel_facts import Fp8Products, kernel_text
-from megatrain.config import TrainSectionConfig
+from megatrain.config import ResolvedTrainConfig
 from megatrain.models.stage import Stage
 
 
 def kernel_environment(
-    train: TrainSectionConfig, chunks: Sequence[Stage], *, backend: str, device: torch.device
+    train: ResolvedTrainConfig, chunks: Sequence[Stage], *, backend: str, device: torch.device
 ) -> dict[str, str]:
     """Describe the kernels and back ends of this rank in readable text.
 
@@ -69,13 +69,13 @@ def _driver() -> str | None:
     return None if found is None else found[0]
 
 
-def kernel_notes(train: TrainSectionConfig, chunks: Sequence[Stage]) -> tuple[str, ...]:
+def kernel_notes(train: ResolvedTrainConfig, chunks: Sequence[Stage]) -> tuple[str, ...]:
     """Return notes on products that this rank emulates."""
     products = _fp8_products(train, chunks)
     return () if products is None else products.notes(train.dtype)
 
 
-def _fp8_products(train: TrainSectionConfig, chunks: Sequence[Stage]) -> Fp8Products | None:
+def _fp8_products(train: ResolvedTrainConfig, chunks: Sequence[Stage]) -> Fp8Products | None:
     if train.fp8 == "off":
         return None
     return Fp8Products.of(chunks, getattr(torch, train.dtype))

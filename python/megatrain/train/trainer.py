@@ -29,7 +29,7 @@ from megacore.pipeline import (
     receives_for,
 )
 from megacore.pipeline.clock import PhaseClock
-from megatrain.config import DebugConfig, OptimizerConfig, ResolvedConfig
+from megatrain.config import DebugConfig, ResolvedConfig, ResolvedOptimizerConfig
 from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
 from megatrain.data.prefetch import Prefetch
@@ -339,7 +339,7 @@ def build_trainer(
     )
 
 
-def _optimizer_options(optimizer: OptimizerConfig, num_summed: int) -> OptimizerOptions:
+def _optimizer_options(optimizer: ResolvedOptimizerConfig, num_summed: int) -> OptimizerOptions:
     """Return the options of the optimizer, for gradients of sums over ``num_summed`` tokens.
 
     With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
