@@ -80,8 +80,8 @@ class RunInfo:
         model: The model in words.
         num_parameters: Parameters of the whole model, each counted once.
         data: The training text in words.
-        num_tokens: Tokens of the training part.
-        unigram_entropy: Entropy of the training part, nats per token.
+        num_tokens: Tokens of the training split.
+        unigram_entropy: Entropy of the training split, nats per token.
         schedule: The pipeline schedule in words.
         environment: Versions and hardware, see :func:`collect_environment`.
         resumed_from: The checkpoint from which the run continued.
