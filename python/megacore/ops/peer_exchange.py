@@ -183,7 +183,7 @@ def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
         names = ", ".join(DTYPES.values())
         raise ValueError(
             f"rows of {rows.dtype} do not travel through memory of peers, only {names}; convert "
-            "them, or set debug.static_transport = collective"
+            "them, or set moe.static_transport = collective"
         )
     return {
         "rows": rows.data_ptr(),
