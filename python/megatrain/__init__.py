@@ -9,6 +9,7 @@ Importing it loads nothing heavy: its packages load on first use, as in ``megatr
     hf           Hugging Face folders: import and export
     generation   text from a trained model
     train        trainer, step, loop, metrics
+    dry_run      two steps of one rank without its devices and peers
     config       typed settings (docs/configuration.md)
     plan         layers, memory and time of a run before it starts
     view         pictures and traces of schedules and layouts
@@ -27,6 +28,7 @@ _PACKAGES = (
     "cli",
     "config",
     "data",
+    "dry_run",
     "echo_study",
     "generation",
     "hang",

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megacore import host_values
+from megacore.host_values import HostRead
+
 _ATEN = torch.ops.aten
 # Their results have a size, or a number on the host, that depends on values.
 _READS_VALUES = frozenset(
@@ -94,4 +97,9 @@ def waiting_is_an_error() -> Iterator[None]:
         for name in _MAKES_TENSORS:
             stack.enter_context(patch.object(torch, name, _watched(name)))
         stack.enter_context(_Operations())
+        stack.enter_context(host_values.listen(_refuse))
         yield
+
+
+def _refuse(read: HostRead) -> None:
+    raise WouldWait(f"the host reads the {read.name}")

@@ -36,7 +36,7 @@ PIPELINE_MAY_INCLUDE = {
 # engine; the engine imports nothing of the trainer.
 ENGINE_LAYERS = [
     {"_core", "_cuda", "_ops"},
-    {"errors", "lazy", "options", "suggest"},
+    {"errors", "host_values", "lazy", "options", "suggest"},
     {"ops", "calls"},
     {"parallel"},
     {"pipeline", "buffers", "graphs"},
@@ -51,7 +51,7 @@ TRAINER_LAYERS = [
     {"hf"},
     {"generation"},
     {"train", "echo_study"},
-    {"api"},
+    {"api", "dry_run"},
     {"cli"},
 ]
 # `python -m megacore` and the console script are the trainer's command.

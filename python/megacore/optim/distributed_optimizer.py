@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacore import host_values
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.ops.optim import (
     AdamWSettings,
@@ -71,7 +72,13 @@ class StepResult:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        return self._on_device.cpu()
+        numbers = self._on_device
+        return host_values.to_host(
+            numbers,
+            "results of the step",
+            # An applied step whose sums are all 0.
+            assumed=lambda: [math.nan, *(0.0,) * (numbers.numel() - 1)],
+        )
 
     @property
     def grad_norm(self) -> float:
@@ -200,12 +207,12 @@ class DistributedOptimizer:
         Sync:
             Waits for the device, as the other numbers of this class do.
         """
-        return int(self._state[StateAt.STEP_COUNT])
+        return int(host_values.read(self._state[StateAt.STEP_COUNT], "number of updates"))
 
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped because of a non-finite gradient."""
-        return int(self._state[StateAt.NUM_SKIPPED])
+        return int(host_values.read(self._state[StateAt.NUM_SKIPPED], "skipped steps"))
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
@@ -217,7 +224,9 @@ class DistributedOptimizer:
 
         The factor is 1 without float16 parameters; otherwise it adapts after every step.
         """
-        return float(self._state[StateAt.LOSS_SCALE]) if self._scales_loss else 1.0
+        if not self._scales_loss:
+            return 1.0
+        return float(host_values.read(self._state[StateAt.LOSS_SCALE], "loss scale"))
 
     def loss_scale_on_device(self) -> Tensor | float:
         """Return ``loss_scale`` without host sync: a copy on the device, fp32, 0-d; or 1.0."""
@@ -435,7 +444,9 @@ class DistributedOptimizer:
         Sync:
             Waits for the device.
         """
-        step_count, num_skipped, loss_scale, good_steps = self._state.tolist()
+        step_count, num_skipped, loss_scale, good_steps = host_values.read(
+            self._state, "state of the optimizer"
+        )
         scalars: dict[str, float | int] = {
             "step_count": int(step_count),
             "num_skipped": int(num_skipped),
@@ -456,7 +467,8 @@ class DistributedOptimizer:
         Raises:
             ValueError: If a name is unknown or a number is out of range.
         """
-        values = dict(zip(_SCALARS, self._state.tolist(), strict=True))
+        state = host_values.read(self._state, "state of the optimizer")
+        values = dict(zip(_SCALARS, state, strict=True))
         for name, value in scalars.items():
             if name not in values:
                 raise ValueError(f"unknown scalar {name!r}; use some of {', '.join(values)}")

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar, copy_context
 from threading import Semaphore
 from typing import TypeVar
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
@@ -46,7 +48,16 @@ class InterleavedPair:
         An error in one function is raised, and ends the other at its next turn.
         """
         pair = _Pair()
-        future = self._threads.submit(pair.run, 1, second)
+        # Context variables and dispatch modes of the caller hold in both threads.
+        modes = _get_current_dispatch_mode_stack()
+
+        def second_in_modes() -> _Second:
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return second()
+
+        future = self._threads.submit(copy_context().run, pair.run, 1, second_in_modes)
         try:
             result = pair.run(0, first)
         except _AbandonedError:

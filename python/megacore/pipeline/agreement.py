@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from megacore import host_values
 from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.process_groups import Group
@@ -74,11 +75,16 @@ def require_same_schedule(schedule: Schedule, group: Group, *, device: torch.dev
     """
     if group.size == 1:
         return
-    mine = torch.tensor(_Fingerprint.of(schedule).to_words(), dtype=torch.int64, device=device)
+    words = _Fingerprint.of(schedule).to_words()
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     of_all = mine.new_empty(group.size * mine.numel())
     try:
         all_gather(of_all, mine, group)
-        rows = of_all.view(group.size, -1).tolist()
+        rows = host_values.read(
+            of_all.view(group.size, -1),
+            "schedules of a pipeline",
+            assumed=lambda: [words] * group.size,
+        )
     except Exception as error:
         error.add_note("while comparing the schedules of the ranks of the pipeline")
         raise

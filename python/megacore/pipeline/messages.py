@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore._core import Action, ActionKind, Program
 from megacore.parallel.async_collectives import is_capturing
 from megacore.parallel.collectives import Message, irecv, isend
@@ -179,7 +180,8 @@ class BackendMessages:
         tensors = [message]
         if transport.debug:
             number = self._num_done[peer] + len(self._waiting[peer])
-            tensors = [_header(receiver, action.microbatch, forward, number, spec), message]
+            words = _header(receiver, action.microbatch, forward, number, spec)
+            tensors = [torch.tensor(words).to(spec.device), message]
         tags = _tags(receiver, forward=forward, debug=transport.debug)[-len(tensors) :]
         works = [
             isend(tensor, group, to_position=position, tag=tag)
@@ -251,12 +253,13 @@ class BackendMessages:
         spec = self._transport.activations.of_message(stage, forward=forward)
         expected = _header(stage, microbatch, forward, self._num_seen[peer], spec)
         incoming.work.wait()
-        header = torch.zeros_like(expected) if incoming.header is None else incoming.header
-        if not torch.equal(header, expected):
+        assert incoming.header is not None
+        sent = host_values.read(incoming.header, "header of a message", assumed=lambda: expected)
+        if sent != expected:
             raise RuntimeError(
-                f"pipeline rank {self._position} expected {_describe(expected.tolist())}, but "
-                f"pipeline rank {peer} sent {_describe(header.tolist())}; the two ranks "
-                "run programs that do not belong together"
+                f"pipeline rank {self._position} expected {_describe(expected)}, but pipeline rank "
+                f"{peer} sent {_describe(sent)}; the two ranks run programs that do not belong "
+                "together"
             )
         self._num_seen[peer] += 1
         group, position = self._transport.channel(sender=peer, receiver=self._position)
@@ -345,10 +348,10 @@ def _tags(receiver: int, *, forward: bool, debug: bool) -> tuple[int, ...]:
 
 def _header(
     stage: int, microbatch: int, forward: bool, number: int, spec: ActivationSpec
-) -> Tensor:
+) -> list[int]:
     shape = [*spec.shape, *[-1] * (_MAX_DIMS - len(spec.shape))]
     dtype = _DTYPES.index(spec.dtype)
-    return torch.tensor([number, stage, microbatch, int(forward), dtype, *shape]).to(spec.device)
+    return [number, stage, microbatch, int(forward), dtype, *shape]
 
 
 def _describe(header: list[int]) -> str:

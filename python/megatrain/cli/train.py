@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.errors import ConfigError, MegacoreError
+from megatrain.cli.values import refuse_given, whole_number
 from megatrain.config import (
     Config,
     ParallelConfig,
@@ -41,7 +42,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         description="Train the model described by a TOML file.",
-        usage="megacore train CONFIG [--nproc N] [--section.key=value ...]",
+        usage="megacore train CONFIG [--nproc N] [--section.key=value ...]\n"
+        "       megacore train CONFIG --dry-run [--world-size N] [--rank R] ...",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,12 +51,40 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--nproc", metavar="N", help="processes to start on this machine (as --run.nproc=N)"
     )
+    group = parser.add_argument_group("dry run (needs no GPU and no peers)")
+    group.add_argument(
+        "--dry-run", action="store_true", help="run two steps of one rank without values"
+    )
+    group.add_argument("--world-size", metavar="N", help="processes of the whole run")
+    group.add_argument("--rank", metavar="R", type=whole_number, help="the rank (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Validate the configuration as far as possible, then start or join the ranks."""
+    if args.dry_run:
+        return _dry_run(args)
+    refuse_given(args, ("world_size", "rank"), "{} belongs to a dry run; add --dry-run")
     launcher = external_launcher(os.environ)
     return _start(args) if launcher is None else _join(args, launcher)
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """Run two steps of one rank on torch's meta device; return 1 if they fail."""
+    if args.world_size is not None:
+        args.nproc = args.world_size
+    loaded = load_with_nproc(args, option="--world-size")
+    world_size, rank = loaded.run.nproc or fewest_ranks(loaded.parallel), args.rank or 0
+    if rank >= world_size:
+        raise ConfigError(f"--rank must be in [0, {world_size}), got {rank}")
+    config = resolve_for_training(
+        loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size
+    )
+
+    from megatrain.dry_run import dry_run, dry_run_text
+
+    found = dry_run(config, world_size=world_size, rank=rank)
+    print(dry_run_text(found))
+    return 0 if found.works else 1
 
 
 def load_with_nproc(args: argparse.Namespace, *, option: str) -> Config:

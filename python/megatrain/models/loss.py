@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore import host_values
 from megacore.errors import ConfigError
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
@@ -115,10 +116,13 @@ class FirstLossCheck:
         value = loss.detach().double()
         bounds = torch.stack((value, -value))
         all_reduce_(bounds, self._group, op="max")
-        highest, lowest = bounds[0].item(), -bounds[1].item()
+        highest, negative = host_values.read(
+            bounds, "first loss of one's own", assumed=lambda: [0.0, 0.0]
+        )
+        lowest = -negative
         if not (math.isfinite(highest) and math.isfinite(lowest)):
             raise ConfigError(
-                f"{self._shown} must return a finite loss in the first step, got {value.item()}"
+                f"{self._shown} must return a finite loss in the first step, got {highest}"
             )
         if highest - lowest > 1e-6 * max(1.0, abs(highest)):
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore.errors import MegacoreError
 from megacore.moe.router import update_expert_biases
 from megacore.ops.echo_counts import ECHO_SUMS, EchoCounts
@@ -132,7 +133,7 @@ class ExpertLoadMeter:
             return False
         total = self.num_to_rerun()
         all_reduce_(total, self._groups.world)
-        num_over = int(total)
+        num_over = int(host_values.read(total, "copies over the budget"))
         self._check_peers()
         if num_over == 0:
             return False

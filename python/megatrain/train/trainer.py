@@ -255,7 +255,13 @@ class Trainer:
 
 
 def build_trainer(
-    config: ResolvedConfig, *, world_size: int, device: torch.device, calls: CallRing | None = None
+    config: ResolvedConfig,
+    *,
+    world_size: int,
+    device: torch.device,
+    calls: CallRing | None = None,
+    data: TrainingData | None = None,
+    clock: PhaseClock | None = None,
 ) -> Trainer:
     """Build all components of this rank; collective.
 
@@ -264,6 +270,8 @@ def build_trainer(
         world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
         device: Device of this rank.
         calls: Records the collectives and messages of this rank.
+        data: Data in place of that of the configuration.
+        clock: Measures the phases of steps. Default: a new one.
 
     Raises:
         ConfigError: If the layout is invalid for the model or the number of ranks.
@@ -271,7 +279,7 @@ def build_trainer(
     """
     first_bytes = memory_bytes(device)[0]
     groups = _make_groups(config, world_size, calls)
-    data = load_run_data(config)
+    data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device)
     num_params = _count_params(config, chunks, groups)
     order = in_model_order(config.pipeline, groups.pp)
@@ -290,7 +298,7 @@ def build_trainer(
     )
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     tokens_per_step = config.train.global_batch_size * config.model.seq_length
-    clock = PhaseClock(device)
+    clock = PhaseClock(device) if clock is None else clock
     optimizer = DistributedOptimizer(
         buffers,
         groups=groups,

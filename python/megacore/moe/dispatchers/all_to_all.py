@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore.moe.dispatchers.base import (
     Dispatcher,
     DispatchPlan,
@@ -20,6 +21,7 @@ from megacore.moe.dispatchers.base import (
     PendingCombine,
     PendingDispatch,
     Routing,
+    balanced_rows,
     constant,
     copies_of,
     gather_counts,
@@ -143,7 +145,11 @@ class AllToAllDispatcher(_ExchangeDispatcher):
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
         """Read the sizes of the all-to-all. See `Dispatcher`."""
         assert plan.rows_per_member is not None
-        sent, received = plan.rows_per_member.tolist()
+        sent, received = host_values.read(
+            plan.rows_per_member,
+            "rows of an all-to-all",
+            assumed=lambda: balanced_rows(plan.probs.numel(), self.placement),
+        )
         return RowSplits(sent=tuple(sent), received=tuple(received))
 
     def _num_sent(self, plan: DispatchPlan, splits: RowSplits) -> int:  # noqa: ARG002

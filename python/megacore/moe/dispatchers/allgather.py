@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore.moe.dispatchers.base import (
     Dispatcher,
     DispatchPlan,
@@ -15,6 +16,7 @@ from megacore.moe.dispatchers.base import (
     PendingCombine,
     PendingDispatch,
     Routing,
+    balanced_rows,
     copies_of,
     require_equal_tokens,
 )
@@ -68,7 +70,12 @@ class AllGatherDispatcher(Dispatcher):
     def read_splits(self, plan: DispatchPlan) -> RowSplits:
         """Read the number of rows of the local experts. See `Dispatcher`."""
         assert plan.rows_per_member is not None
-        return RowSplits(received=(int(plan.rows_per_member.item()),))
+        rows = host_values.read(
+            plan.rows_per_member,
+            "rows of the local experts",
+            assumed=lambda: sum(balanced_rows(plan.probs.numel(), self.placement)[1]),
+        )
+        return RowSplits(received=(int(rows),))
 
     def dispatch(self, x_TH: Tensor, plan: DispatchPlan, splits: RowSplits) -> PendingDispatch:
         """Gather tokens and weights synchronously. See `Dispatcher`."""

@@ -343,6 +343,27 @@ class Dispatcher(ABC):
         return unpermute(rows, plan.row_map)
 
 
+def balanced_rows(num_copies: int, placement: ExpertPlacement) -> tuple[list[int], list[int]]:
+    """Return the rows sent to and received from each member if all experts are chosen equally.
+
+    Args:
+        num_copies: Copies of each member's tokens.
+        placement: Placement of the experts.
+
+    Example:
+        >>> from megacore.parallel import ProcessGroups
+        >>> balanced_rows(6, ExpertPlacement.of(ProcessGroups.single(), 8))
+        ([6], [6])
+    """
+    each, rest = divmod(num_copies, placement.ep_size)
+    of_part = [each + (part < rest) for part in range(placement.ep_size)]
+    sent = [0] * placement.group.size
+    for part, members in enumerate(placement.members):
+        for member in members:
+            sent[member] = of_part[part]
+    return sent, [of_part[placement.ep_position]] * placement.group.size
+
+
 def gather_counts(
     counts_E: Tensor, placement: ExpertPlacement, *, equal_tokens: int | None = None
 ) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore._core import PeerFault, PeerLayout, peer_failure, peer_flags_bytes
 from megacore.errors import MegacoreError, PeerLostError
 from megacore.moe.dispatchers.base import ExpertPlacement, constant
@@ -311,7 +312,7 @@ def _agreed(group: Group, device: torch.device, host: int, problem: str) -> str:
     mine = torch.tensor([host, int(bool(problem))], dtype=torch.int64, device=device)
     gathered = mine.new_empty(2 * group.size)
     all_gather(gathered, mine, group)
-    rows = gathered.view(-1, 2).tolist()
+    rows = host_values.read(gathered.view(-1, 2), "reachable memory of peers")
     if any(other != host for other, _ in rows):
         return f"a group over several hosts ({group.describe()})"
     bad = [rank for rank, (_, is_bad) in zip(group.ranks, rows, strict=True) if is_bad]

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore import _core
-from megacore.moe.echo.plan import OffloadPlan, require_options
+from megacore import _core, host_values
+from megacore.moe.echo.plan import OffloadPlan, plan_offload, require_options
 from megacore.ops.register import define_compiled, describe
 
 
@@ -55,7 +55,11 @@ class DevicePlan:
         Sync:
             Waits for the device.
         """
-        max_load, num_clones, bound, bound_holds, is_valid = self.summary.tolist()
+        if not host_values.has_data(self.summary):
+            return self._assumed_plan()
+        name = "plan of clones"
+        numbers = host_values.read(self.summary, name)
+        max_load, num_clones, bound, bound_holds, is_valid = numbers
         if not is_valid:
             raise ValueError(
                 "the plan was made from invalid counts: one is negative, or an expert has more "
@@ -64,15 +68,28 @@ class DevicePlan:
         return OffloadPlan(
             planner=self.planner,
             num_experts=self.num_experts,
-            slot_expert=self.slot_expert.cpu().numpy(),
-            rerouted=self.rerouted.cpu().numpy(),
-            load_before=self.load_before.cpu().numpy(),
-            load_after=self.load_after.cpu().numpy(),
+            slot_expert=host_values.to_host(self.slot_expert, name).numpy(),
+            rerouted=host_values.to_host(self.rerouted, name).numpy(),
+            load_before=host_values.to_host(self.load_before, name).numpy(),
+            load_after=host_values.to_host(self.load_after, name).numpy(),
             max_load=max_load,
             num_clones=num_clones,
             bound=bound,
             bound_holds=bool(bound_holds),
         )
+
+    def _assumed_plan(self) -> OffloadPlan:
+        """Return the plan for loads that fall from the first expert to the last one.
+
+        Equal loads would need no clones.
+        """
+        num_ranks, num_slots = self.slot_expert.shape
+        counts = host_values.read(
+            self.slot_expert.new_empty(num_ranks, self.num_experts),
+            "plan of clones",
+            assumed=lambda: [list(range(self.num_experts, 0, -1))] * num_ranks,
+        )
+        return plan_offload(counts, num_spare_slots=num_slots)
 
 
 def plan_offload_on_device(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megacore import host_values
 from megacore.moe.echo.clones import FC1, FC2, LayerClones, set_of_turn
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
@@ -148,7 +149,7 @@ class MessageClones(LayerClones):
         """Wait for the clones in use, even without rows for them. See `LayerClones`."""
         if not self._routes.num_used:
             return
-        num_home, splits = self._clone_rows(m_splits, num_local)
+        num_home, splits = self._clone_rows(m_splits, num_local, len(rows))
         clones = self._filled.weights(projection, self._routes.num_used)
         operands = rows[num_home:], clones, splits
         product: Product = "input_grad" if is_backward else "forward"
@@ -160,7 +161,7 @@ class MessageClones(LayerClones):
         """Compute the gradients of this rank's clones and send them. See `LayerClones`."""
         routes = self._routes
         if routes.num_used:
-            num_home, splits = self._clone_rows(m_splits, like.shape[0])
+            num_home, splits = self._clone_rows(m_splits, like.shape[0], len(rows))
             grads = self._slots.grads(projection, like, routes.num_used)
             operands = grad[num_home:], rows[num_home:], splits
             hint = self.expected_rows
@@ -181,7 +182,12 @@ class MessageClones(LayerClones):
         for value, (_, expert) in zip(staging, self._routes.outgoing, strict=True):
             total[expert].add_(value)
 
-    def _clone_rows(self, m_splits: Tensor, num_local: int) -> tuple[int, Tensor]:
+    def _clone_rows(self, m_splits: Tensor, num_local: int, num_rows: int) -> tuple[int, Tensor]:
         """Compute the rows of all home experts, and the rows of each slot in use."""
         clones = m_splits[num_local : num_local + self._routes.num_used]
-        return int(m_splits[:num_local].sum()), clones
+        num_home = host_values.read(
+            m_splits[:num_local].sum(),
+            "rows of home experts",
+            assumed=lambda: num_rows * num_local // (num_local + self._routes.num_used),
+        )
+        return num_home, clones

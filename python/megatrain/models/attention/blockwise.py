@@ -293,7 +293,7 @@ class _Kernel(Protocol):
 def kernel_for(q: Tensor, v: Tensor, rule: ScoreRule) -> _Kernel:
     """Return the kernels for tiles of the attention of these queries and values."""
     scale = q.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-    if q.device.type == "cpu" and rule.softcap is None:
+    if not q.is_cuda and rule.softcap is None:
         return _CpuFlash(scale, max(q.shape[-1], v.shape[-1]))
     return _Blocks(scale, rule.softcap)
 

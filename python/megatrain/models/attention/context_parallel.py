@@ -232,7 +232,7 @@ def _is_by_tiles(q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None) -> bool:
 
     On GPUs, torch's attention has kernels that take such queries and keys at once.
     """
-    return q_SBND.device.type == "cpu" or rule.softcap is not None or sinks is not None
+    return not q_SBND.is_cuda or rule.softcap is not None or sinks is not None
 
 
 def _reach(index: int, length: int, rule: ScoreRule) -> tuple[int, int]:
@@ -290,6 +290,12 @@ def _attend(
         tiles = _tiles(num_queries, num_keys, window, masks, like=q_SBND)
         return attend_tiles(q_SBND, k_SBGD, v_SBGD, tiles, rule=rule, sinks=sinks)
     q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
+    if q_SBND.is_meta:
+        # For tensors without data torch would choose the formula with all scores.
+        mixed_BNSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNSD, k_BGSD, v_BGSD, 0.0, is_square, scale=rule.scale
+        )[0]
+        return mixed_BNSD.permute(2, 0, 1, 3)
     mixed_BNSD = scaled_dot_product_attention(
         q_BNSD,
         k_BGSD,

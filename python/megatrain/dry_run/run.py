@@ -1,0 +1,195 @@
+"""Two training steps of one rank without its devices and peers, and what they cost."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megacore.host_values import HostRead, short_place
+from megacore.parallel.process_groups import Group
+from megatrain.config import ResolvedConfig
+from megatrain.dry_run.tracker import (
+    BUILD,
+    OUTSIDE,
+    DryRunError,
+    StepTracker,
+    TrackedActions,
+    TrackedClock,
+    is_own,
+)
+from megatrain.dry_run.world import fake_world, same_data
+from megatrain.plan.compare_run import predicted_tensors
+from megatrain.plan.layout import make_topology
+from megatrain.train.trainer import Trainer, build_trainer
+
+# The first step also makes what later ones keep. With graphs the second one is captured.
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Costs of one rank's start and of its last step.
+
+    Attributes:
+        build_s: Wall time of the construction, seconds.
+        step_s: Wall time of the last step on this host, seconds.
+        peak_bytes: Most bytes of tensors at once, by phase.
+        operations: Operations of torch that the step starts, by phase and layer.
+        reads: Reads of device values of the step, with their number.
+        syncs: Host synchronizations past the one function for reads, by operation and place.
+        groups: Ranks of each process group of more than one rank.
+        num_communicators: Distinct groups of more than one rank.
+        num_microbatches: Microbatches of the step.
+    """
+
+    build_s: float
+    step_s: float
+    peak_bytes: Mapping[str, int]
+    operations: Mapping[tuple[str, str], int]
+    reads: Mapping[HostRead, int]
+    syncs: Mapping[str, int]
+    groups: Mapping[str, int]
+    num_communicators: int
+    num_microbatches: int
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes of tensors at once."""
+        return max(self.peak_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Result of a dry run.
+
+    Attributes:
+        world_size: Number of ranks.
+        rank: The rank that ran.
+        coordinates: Its position on each parallel axis.
+        predicted: Bytes of tensors by kind as ``megacore plan`` predicts them; empty for a model of
+            one's own.
+        costs: Costs of the rank; ``None`` after an error.
+        error: The first error with its place; ``None`` without one.
+    """
+
+    world_size: int
+    rank: int
+    coordinates: Mapping[str, int]
+    predicted: Mapping[str, float]
+    costs: StepCosts | None
+    error: str | None
+
+    @property
+    def works(self) -> bool:
+        """True if both steps ran, without host synchronizations past the one function for reads."""
+        return self.costs is not None and not self.costs.syncs
+
+
+def dry_run(config: ResolvedConfig, *, world_size: int, rank: int) -> DryRun:
+    """Build one rank of a world on torch's meta device and run two steps.
+
+    Messages and results of collectives have shapes and no values; nothing is written.
+
+    Args:
+        config: Resolved configuration for ``world_size`` ranks.
+        world_size: Number of ranks.
+        rank: The rank to run.
+    """
+    config = _for_dry_run(config)
+    tracker = StepTracker("meta")
+    costs = error = None
+    with fake_world(world_size, rank):
+        try:
+            costs = measure_steps(
+                config, world_size=world_size, device=torch.device("meta"), tracker=tracker
+            )
+        except Exception as found:
+            error = describe_error(found, tracker)
+    coordinates = make_topology(config.parallel, world_size).coordinates(rank)
+    predicted: dict[str, float] = {}
+    if config.model.factory is None:
+        predicted = predicted_tensors(config, world_size)[coordinates["pp"]]
+    return DryRun(
+        world_size=world_size,
+        rank=rank,
+        coordinates=coordinates,
+        predicted=predicted,
+        costs=costs,
+        error=error,
+    )
+
+
+def measure_steps(
+    config: ResolvedConfig, *, world_size: int, device: torch.device, tracker: StepTracker
+) -> StepCosts:
+    """Build a rank and run two steps on data of one shape; process groups must exist. Collective.
+
+    With a real device this is the same run, for comparisons.
+    """
+    start = time.perf_counter()
+    clock = TrackedClock(device, tracker)
+    with tracker.running(), tracker.phase(BUILD):
+        trainer = build_trainer(
+            config, world_size=world_size, device=device, data=same_data(config), clock=clock
+        )
+        built = time.perf_counter()
+        tracker.name_params(_named_tensors(trainer))
+        recorder = TrackedActions(trainer.groups.rank, tracker)
+        build_peak = tracker.peak_bytes[BUILD]
+        with tracker.phase(OUTSIDE):
+            for step in range(NUM_STEPS if trainer.graphs is None else NUM_STEPS + 1):
+                tracker.clear()
+                started = time.perf_counter()
+                trainer.train_step(step, recorder=recorder)
+    end = time.perf_counter()
+    handles = {id(group.handle) for group in _groups(trainer) if group.handle is not None}
+    return StepCosts(
+        build_s=built - start,
+        step_s=end - started,
+        peak_bytes={BUILD: build_peak, **tracker.peak_bytes},
+        operations=Counter(tracker.operations),
+        reads=Counter(tracker.reads),
+        syncs=Counter(tracker.syncs),
+        groups={group.name: group.size for group in _groups(trainer) if group.size > 1},
+        num_communicators=len(handles),
+        num_microbatches=trainer.eager.num_microbatches,
+    )
+
+
+def describe_error(error: BaseException, tracker: StepTracker) -> str:
+    """Describe an error with its place in the code, its layer and its action."""
+    kind = "" if isinstance(error, DryRunError) else f"{type(error).__name__}: "
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)
+    ]
+    place = ""
+    if frames:
+        last = frames[-1]
+        place = f" at {short_place(last.filename, last.lineno or 0)} in {last.name}"
+    near = f", after a use of {tracker.param}" if tracker.param else ""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    return f"{kind}{str(error).strip()}{place}{near}{notes}"
+
+
+def _named_tensors(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and their gradients with the parameters' names."""
+    found = []
+    for buffer in trainer.optimizer.buffers:
+        for index, (info, param) in enumerate(buffer.params):
+            found += [(info.name, param.detach()), (info.name, buffer.main_grad(index))]
+    return found
+
+
+def _groups(trainer: Trainer) -> list[Group]:
+    return [each for each in vars(trainer.groups).values() if isinstance(each, Group)]
+
+
+def _for_dry_run(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the settings without files of routings, and with graphs from the second step on."""
+    changes = {"graph_warmup_steps": 1, "record_routing": None, "replay_routing": None}
+    return config.model_copy(update={"debug": config.debug.model_copy(update=changes)})
