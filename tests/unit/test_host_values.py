@@ -28,7 +28,8 @@ def test_tensors_without_data_answer_what_is_assumed_of_them() -> None:
         assert host_values.read(empty, "rows") == [0, 0]
         assert host_values.read(empty, "rows", assumed=lambda: [3, 4]) == [3, 4]
         copy = host_values.to_host(empty, "rows", assumed=lambda: [3, 4])
-        assert copy.device.type == "cpu" and copy.dtype == torch.int64
+        assert copy.device.type == "cpu"
+        assert copy.dtype == torch.int64
     assert math.isnan(host_values.read(torch.empty((), device="meta"), "loss"))
 
 

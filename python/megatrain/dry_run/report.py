@@ -25,7 +25,7 @@ def dry_run_text(found: DryRun) -> str:
     lines += _sync_lines(costs)
     lines += _group_lines(costs)
     lines.append(
-        f"start       {costs.build_s:.1f} s to build the rank on this host, without drawing weights; "
+        f"start       {costs.build_s:.1f} s to build the rank here, without drawing weights; "
         f"{costs.step_s:.1f} s for the last step"
     )
     verdict = "both steps run" if found.works else "the host waits for the device where it must not"

@@ -41,6 +41,8 @@ _READING = (
     _ATEN.equal.default,
     _ATEN.repeat_interleave.Tensor,
 )
+# Products, whose shapes torch computes without a look at the dtypes.
+_PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default)
 _TORCH = str(Path(torch.__file__).parent)
 _FORWARD = (ActionKind.FORWARD, ActionKind.RECV_FORWARD)
 BUILD, OUTSIDE = "build", "between"
@@ -139,6 +141,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations[self._here.phase, layer_of(self._here.param)] += 1
         if self._is_dry:
             self._check_devices(func, tensors)
+            if func in _PRODUCTS:
+                _check_dtypes(func, tensors)
             if self._reads_device(func, tensors, args, kwargs):
                 self.syncs[f"{func} at {place_of_caller()}"] += 1
                 return self._answer(func, args)
@@ -312,6 +316,12 @@ def _tensors_of(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, list | tuple):
         for each in result:
             yield from _tensors_of(each)
+
+
+def _check_dtypes(func: Any, tensors: list[Tensor]) -> None:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        shapes = ", ".join(f"{list(each.shape)} {each.dtype}" for each in tensors)
+        raise DryRunError(f"{func} gets tensors of different dtypes: {shapes}")
 
 
 class TrackedClock(PhaseClock):

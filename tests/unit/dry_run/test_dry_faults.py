@@ -1,0 +1,142 @@
+"""A dry run names planted faults: waits for the device, wrong devices, wrong shapes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore import host_values
+from megatrain.dry_run import DryRun, dry_run
+from megatrain.models.attention.gqa import Attention
+from tests.support.configs import FOUR_LAYERS, changed_config
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {**FOUR_LAYERS},
+    "train": {"steps": 2, "microbatch_size": 2, "global_batch_size": 4},
+}
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Any], in_layer: int = 2
+) -> str:
+    """Run a fault in each forward pass of one layer's attention; returns its place."""
+    forward, built = Attention.forward, []
+
+    def faulty(self: Attention, qkv: Tensor, *args: Any) -> Tensor:
+        if self not in built:
+            built.append(self)
+        if built.index(self) == in_layer:
+            fault(qkv)
+        return forward(self, qkv, *args)
+
+    monkeypatch.setattr(Attention, "forward", faulty)
+    return f"test_dry_faults.py:{inspect.getsourcelines(fault)[1]}"
+
+
+def run(world_size: int = 1, **changes: Any) -> DryRun:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    config = changed_config(world_size, BASE, named)
+    return dry_run(config, world_size=world_size, rank=0)
+
+
+# One line each, so that the place of a fault is that of its function.
+WAITS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x > 0).any()),
+    "branch": lambda x: 1 if x.sum() > 0 else 2,
+    "int": lambda x: int(x.argmax()),
+    "tolist": lambda x: x[0].tolist(),
+    "cpu": lambda x: x.cpu(),
+    "copy": lambda x: torch.empty(x.shape).copy_(x),
+}
+UNKNOWN_SIZES: dict[str, Callable[[Tensor], Any]] = {
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: x[0].repeat_interleave(
+        torch.empty(2, dtype=torch.int64, device=x.device), 0
+    ),
+}
+ERRORS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "product": ("different devices", lambda x: x @ torch.ones(x.shape[-1], 2)),
+    "sum": ("different devices", lambda x: x + torch.ones(x.shape)),
+    "embedding": ("different devices", lambda x: torch.cat((x, torch.zeros_like(x, device="cpu")))),
+    "shape": ("reduction dim", lambda x: x[0] @ x[0]),
+    "view": ("invalid for input of size", lambda x: x.view(7, 7)),
+    "type": (
+        "different dtypes",
+        lambda x: x[0] @ torch.empty(x.shape[-1], 2, dtype=torch.bfloat16, device=x.device),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_in_a_layer_is_named_with_its_place(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = plant(monkeypatch, WAITS[name])
+    found = run()
+    assert not found.works
+    assert found.costs is not None, found.error
+    (sync,) = found.costs.syncs
+    assert place in sync
+    assert found.costs.syncs[sync] == 2, "one in each microbatch of the step"
+
+
+@pytest.mark.parametrize("name", UNKNOWN_SIZES)
+def test_a_result_of_unknown_size_is_named_with_its_place(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = plant(monkeypatch, UNKNOWN_SIZES[name])
+    found = run()
+    assert found.error is not None
+    assert "waits for the device" in found.error
+    assert place in found.error
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_named_with_place_layer_and_action(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, fault = ERRORS[name]
+    place = plant(monkeypatch, fault)
+    found = run(2, parallel__pp=2, pipeline__layout="Ettt|tL")
+    assert not found.works
+    assert found.error is not None
+    assert re.search(what, found.error), found.error
+    assert place in found.error
+    assert "layers.2.attention.qkv" in found.error
+    assert "action 0F0 (forward, stage 0, microbatch 0)" in found.error
+
+
+def test_a_named_read_is_listed_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda x: host_values.read(x.sum(), "sum of a layer"))
+    found = run()
+    assert found.works
+    assert found.costs is not None
+    reads = {read.name: number for read, number in found.costs.reads.items()}
+    assert reads == {"sum of a layer": 2, "results of the step": 1}
+
+
+def test_operations_belong_to_layers() -> None:
+    found = run(train__recompute="full")
+    assert found.costs is not None
+    forwards = {
+        layer: number
+        for (phase, layer), number in found.costs.operations.items()
+        if phase == "forward" and layer.startswith("layers.")
+    }
+    assert set(forwards) == {f"layers.{number}" for number in range(4)}
+    inner = {number for layer, number in forwards.items() if layer != "layers.3"}
+    assert len(inner) == 1, "equal layers start equally many operations"
+    plain = run().costs
+    assert plain is not None
+    more = ("backward", "layers.1")
+    assert found.costs.operations[more] > plain.operations[more] > 0
