@@ -190,7 +190,7 @@ def barrier(group: Group) -> None:
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
     """Gather one picklable object per member at position 0; other members get ``[]``."""
-    if group.handle is None or _is_fake(group.handle):
+    if group.handle is None or group.is_fake:
         return [obj] * group.size if group.position == 0 else []
     objects: list[Any] | None = [None] * group.size if group.position == 0 else None
     with recorded("gather_objects", None, group):
@@ -200,7 +200,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 
 def all_gather_objects(obj: Any, group: Group) -> list[Any]:
     """Gather one picklable object per member on every member, in the order of positions."""
-    if group.handle is None or _is_fake(group.handle):
+    if group.handle is None or group.is_fake:
         return [obj] * group.size
     objects: list[Any] = [None] * group.size
     with recorded("all_gather_objects", None, group):
@@ -354,11 +354,6 @@ def _reducing_messages(group: Group, input: Tensor, output: Tensor) -> GlooMessa
 
 def _is_gloo(handle: ProcessGroup, tensor: Tensor) -> bool:
     return backend_for(handle, tensor.device.type) == "gloo"
-
-
-def _is_fake(handle: ProcessGroup) -> bool:
-    """Return whether a group has no members but this process, which speaks for all of them."""
-    return dist.get_backend(handle) == "fake"
 
 
 def _reduce_op(op: str) -> Any:

@@ -81,6 +81,16 @@ class Group:
         """Global rank of this member."""
         return self.ranks[self.position]
 
+    @property
+    def is_fake(self) -> bool:
+        """True if the members are this process alone, which stands in for all of them.
+
+        Example:
+            >>> Group.solo().is_fake
+            False
+        """
+        return self.handle is not None and dist.get_backend(self.handle) == "fake"
+
     def describe(self) -> str:
         """Describe the members of the group and the transport of its collectives.
 

@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "train",
         description="Train the model described by a TOML file.",
         usage="megacore train CONFIG [--nproc N] [--section.key=value ...]\n"
-        "       megacore train CONFIG --dry-run [--world-size N] [--rank R] ...",
+        "       megacore train CONFIG --dry-run [--world-size N] [--rank R] [--device NAME]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,6 +56,9 @@ def add_parser(subparsers: Any) -> None:
         "--dry-run", action="store_true", help="run two steps of one rank without values"
     )
     group.add_argument("--world-size", metavar="N", help="processes of the whole run")
+    group.add_argument(
+        "--device", metavar="NAME", help="a GPU, such as h100, whose branches are run too"
+    )
     group.add_argument("--rank", metavar="R", type=whole_number, help="the rank (default: 0)")
 
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Validate the configuration as far as possible, then start or join the ranks."""
     if args.dry_run:
         return _dry_run(args)
-    refuse_given(args, ("world_size", "rank"), "{} belongs to a dry run; add --dry-run")
+    refuse_given(args, ("world_size", "rank", "device"), "{} belongs to a dry run; add --dry-run")
     launcher = external_launcher(os.environ)
     return _start(args) if launcher is None else _join(args, launcher)
 
@@ -77,12 +80,19 @@ def _dry_run(args: argparse.Namespace) -> int:
     if rank >= world_size:
         raise ConfigError(f"--rank must be in [0, {world_size}), got {rank}")
     config = resolve_for_training(
-        loaded, world_size, launcher="--world-size", vocab_size=loaded.model.vocab_size
+        loaded,
+        world_size,
+        launcher="--world-size",
+        vocab_size=loaded.model.vocab_size,
+        cuda=None if args.device is None else True,
     )
 
-    from megatrain.dry_run import dry_run, dry_run_text
+    from megatrain.dry_run import CAPABILITIES, dry_run, dry_run_text
 
-    found = dry_run(config, world_size=world_size, rank=rank)
+    device = None if args.device is None else args.device.lower()
+    if device is not None and device not in CAPABILITIES:
+        raise ConfigError(f"--device must be one of {', '.join(CAPABILITIES)}, got {args.device}")
+    found = dry_run(config, world_size=world_size, rank=rank, device=device)
     print(dry_run_text(found))
     return 0 if found.works else 1
 
@@ -176,11 +186,16 @@ def train_rank(config: ResolvedConfig, context: RankContext) -> int:
 
 
 def resolve_for_training(
-    config: Config, world_size: int, *, launcher: str, vocab_size: int | None = None
+    config: Config,
+    world_size: int,
+    *,
+    launcher: str,
+    vocab_size: int | None = None,
+    cuda: bool | None = None,
 ) -> ResolvedConfig:
     """Resolve ``config`` and check its layout, schedule and tokenizer in this process.
 
-    With ``vocab_size``, the tokenizer is not read.
+    With ``vocab_size``, the tokenizer is not read; for ``cuda`` see `resolve`.
 
     Raises:
         ConfigError: For an invalid setting.
@@ -193,7 +208,7 @@ def resolve_for_training(
         return load_tokenizer(config.data.tokenizer).vocab_size
 
     size = size_of_tokenizer if vocab_size is None else vocab_size
-    resolved = resolve(config, world_size, vocab_size=size, launcher=launcher)
+    resolved = resolve(config, world_size, vocab_size=size, cuda=cuda, launcher=launcher)
 
     from megatrain.plan.run_plan import check_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from megatrain.dry_run.run import DryRun, StepCosts
+from megatrain.dry_run.run import CudaCheck, DryRun, StepCosts
 from megatrain.plan.footprint import memory_text
 
 # Phases of a step, in order; the others are between them.
@@ -19,7 +19,7 @@ def dry_run_text(found: DryRun) -> str:
     lines = [f"rank        {found.rank:,} of {found.world_size:,}: {where}"]
     costs = found.costs
     if costs is None:
-        return "\n".join([*lines, f"error       {found.error}"])
+        return "\n".join([*lines, f"error       {found.error}", *_cuda_lines(found.cuda)])
     lines += _memory_lines(found, costs)
     lines += _operation_lines(costs)
     lines += _sync_lines(costs)
@@ -28,8 +28,21 @@ def dry_run_text(found: DryRun) -> str:
         f"start       {costs.build_s:.1f} s to build the rank here, without drawing weights; "
         f"{costs.step_s:.1f} s for the last step"
     )
-    verdict = "both steps run" if found.works else "the host waits for the device where it must not"
+    lines += _cuda_lines(found.cuda)
+    verdict = "works" if found.works else "fails: see host sync and error"
     return "\n".join([*lines, f"result      {verdict}"])
+
+
+def _cuda_lines(check: CudaCheck | None) -> list[str]:
+    if check is None:
+        return []
+    what = "{} ({}.{}), fake".format(check.device.upper(), *check.capability)
+    if check.error is not None:
+        return [f"error       on {what}: {check.error}"]
+    return [
+        f"device      {what}: forward passes and an update, {check.num_operations:,} operations",
+        *(f"host sync   {number:,} times {sync}" for sync, number in check.syncs.items()),
+    ]
 
 
 def _memory_lines(found: DryRun, costs: StepCosts) -> list[str]:
@@ -53,25 +66,28 @@ def _memory_lines(found: DryRun, costs: StepCosts) -> list[str]:
 
 
 def _operation_lines(costs: StepCosts) -> list[str]:
-    """Format operations per layer and microbatch, of layers alike in one line."""
-    by_layer: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    outside = 0
+    """Format operations per layer and microbatch, of layers with equal forward passes together."""
+    by_layer: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    num_outside = 0
     for (phase, layer), number in costs.operations.items():
         if phase in _PASSES:
-            by_layer[layer][phase] = number / costs.num_microbatches
+            by_layer[layer][phase] = round(number / costs.num_microbatches)
         else:
-            outside += number
-    alike: defaultdict[str, list[str]] = defaultdict(list)
-    for layer, numbers in sorted(by_layer.items(), key=lambda item: _order(item[0])):
-        text = " + ".join(f"{numbers.get(phase, 0):.0f}" for phase in _PASSES)
-        alike[text].append(layer or "(before the first layer)")
+            num_outside += number
+    alike: defaultdict[int, list[str]] = defaultdict(list)
+    for layer in sorted(by_layer, key=_order):
+        alike[by_layer[layer].get("forward", 0)].append(layer)
     lines = [
-        f"operations  {sum(costs.operations.values()):,} in a step, {outside:,} of them outside of "
+        f"operations  {sum(costs.operations.values()):,} in a step, {num_outside:,} outside of "
         "passes; of a microbatch, forward + backward:"
     ]
-    return lines + [
-        f"            {text:>13}  {', '.join(ranges(each))}" for text, each in alike.items()
-    ]
+    for forward, layers in alike.items():
+        backwards = [by_layer[layer].get("backward", 0) for layer in layers]
+        least, most = min(backwards), max(backwards)
+        backward = f"{least}" if least == most else f"{least} to {most}"
+        shown = ", ".join(layer or "before all layers" for layer in ranges(layers))
+        lines.append(f"            {forward:>6,} + {backward}  {shown}")
+    return lines
 
 
 def _order(layer: str) -> tuple[int, int, str]:

@@ -13,6 +13,7 @@ import torch
 from megacore.host_values import HostRead, short_place
 from megacore.parallel.process_groups import Group
 from megatrain.config import ResolvedConfig
+from megatrain.dry_run.fake_cuda import CAPABILITIES, fake_cuda
 from megatrain.dry_run.tracker import (
     BUILD,
     OUTSIDE,
@@ -64,6 +65,30 @@ class StepCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CudaCheck:
+    """Forward passes and an update on CUDA tensors without values.
+
+    Attributes:
+        device: Name of the device.
+        capability: Its compute capability.
+        num_operations: Operations of torch that ran.
+        syncs: As in `StepCosts`.
+        error: The first error with its place; ``None`` without one.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    num_operations: int
+    syncs: Mapping[str, int]
+    error: str | None
+
+    @property
+    def works(self) -> bool:
+        """True if the passes ran, without host synchronizations past the one function for reads."""
+        return self.error is None and not self.syncs
+
+
+@dataclass(frozen=True, kw_only=True)
 class DryRun:
     """Result of a dry run.
 
@@ -75,6 +100,7 @@ class DryRun:
             one's own.
         costs: Costs of the rank; ``None`` after an error.
         error: The first error with its place; ``None`` without one.
+        cuda: The same on the branches of a GPU, without backward passes; ``None`` if not asked for.
     """
 
     world_size: int
@@ -83,14 +109,18 @@ class DryRun:
     predicted: Mapping[str, float]
     costs: StepCosts | None
     error: str | None
+    cuda: CudaCheck | None = None
 
     @property
     def works(self) -> bool:
-        """True if both steps ran, without host synchronizations past the one function for reads."""
-        return self.costs is not None and not self.costs.syncs
+        """True if all ran, without host synchronizations past the one function for reads."""
+        runs_on_cuda = self.cuda is None or self.cuda.works
+        return self.costs is not None and not self.costs.syncs and runs_on_cuda
 
 
-def dry_run(config: ResolvedConfig, *, world_size: int, rank: int) -> DryRun:
+def dry_run(
+    config: ResolvedConfig, *, world_size: int, rank: int, device: str | None = None
+) -> DryRun:
     """Build one rank of a world on torch's meta device and run two steps.
 
     Messages and results of collectives have shapes and no values; nothing is written.
@@ -99,6 +129,8 @@ def dry_run(config: ResolvedConfig, *, world_size: int, rank: int) -> DryRun:
         config: Resolved configuration for ``world_size`` ranks.
         world_size: Number of ranks.
         rank: The rank to run.
+        device: Name of a GPU, of ``CAPABILITIES``: forward passes and an update are run on its
+            branches too.
     """
     config = _for_dry_run(config)
     tracker = StepTracker("meta")
@@ -110,6 +142,7 @@ def dry_run(config: ResolvedConfig, *, world_size: int, rank: int) -> DryRun:
             )
         except Exception as found:
             error = describe_error(found, tracker)
+    cuda = None if device is None else check_cuda(config, world_size, rank, device)
     coordinates = make_topology(config.parallel, world_size).coordinates(rank)
     predicted: dict[str, float] = {}
     if config.model.factory is None:
@@ -121,6 +154,7 @@ def dry_run(config: ResolvedConfig, *, world_size: int, rank: int) -> DryRun:
         predicted=predicted,
         costs=costs,
         error=error,
+        cuda=cuda,
     )
 
 
@@ -158,6 +192,41 @@ def measure_steps(
         groups={group.name: group.size for group in _groups(trainer) if group.size > 1},
         num_communicators=len(handles),
         num_microbatches=trainer.eager.num_microbatches,
+    )
+
+
+def check_cuda(config: ResolvedConfig, world_size: int, rank: int, device: str) -> CudaCheck:
+    """Build a rank on CUDA tensors without values, and run its forward passes and an update."""
+    tracker, error = StepTracker("cuda"), None
+    # Forward passes are those of a validation. Graphs would need the kernels of a GPU.
+    train = config.train.model_copy(update={"eval_steps": 1})
+    graphs = config.graphs.model_copy(update={"mode": "off"})
+    config = config.model_copy(update={"train": train, "graphs": graphs})
+    capability = CAPABILITIES[device]
+    with fake_world(world_size, rank), fake_cuda(capability) as place:
+        try:
+            with tracker.running(), tracker.phase(BUILD):
+                trainer = build_trainer(
+                    config,
+                    world_size=world_size,
+                    device=place,
+                    data=same_data(config),
+                    clock=TrackedClock(torch.device("meta"), tracker),
+                    initialize=False,
+                )
+                tracker.clear()
+                tracker.name_params(_named_tensors(trainer))
+                trainer.evaluate()
+                trainer.optimizer.zero_grads()
+                trainer.optimizer.step(lr=trainer.learning_rate(0))
+        except Exception as found:  # any error is the result
+            error = describe_error(found, tracker)
+    return CudaCheck(
+        device=device,
+        capability=capability,
+        num_operations=sum(tracker.operations.values()),
+        syncs=Counter(tracker.syncs),
+        error=error,
     )
 
 

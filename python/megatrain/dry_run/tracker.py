@@ -44,6 +44,7 @@ _READING = (
 # Products, whose shapes torch computes without a look at the dtypes.
 _PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default)
 _TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
 _FORWARD = (ActionKind.FORWARD, ActionKind.RECV_FORWARD)
 BUILD, OUTSIDE = "build", "between"
 # Shape, stride, and other arguments of torch.empty_strided.
@@ -65,8 +66,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracker of operations, storages and host synchronizations on the device of a model.
 
     Args:
-        device_type: Type of the device whose storages count: ``"meta"``, or ``"cpu"`` for a real
-            run, whose operations are only counted.
+        device_type: Type of the device whose storages count: ``"meta"``, ``"cuda"`` for fake
+            tensors, or ``"cpu"`` for a real run, whose operations are only counted.
 
     Attributes:
         operations: Operations by ``(phase, layer)``. A layer is that of the last parameter used.
@@ -194,9 +195,10 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Numbers without dimensions are arguments of kernels.
         """
-        if func in _MIXED or all(tensor.is_meta or tensor.dim() == 0 for tensor in tensors):
+        if func in _MIXED or all(tensor.is_meta for tensor in tensors):
             return
-        if any(tensor.is_meta and tensor.dim() > 0 for tensor in tensors):
+        devices = {tensor.device.type for tensor in tensors if tensor.dim() > 0}
+        if len(devices) > 1 and self._device_type in devices:
             shapes = ", ".join(f"{list(each.shape)} on {each.device.type}" for each in tensors)
             raise DryRunError(f"{func} gets tensors on different devices: {shapes}")
 
@@ -376,5 +378,5 @@ def place_of_caller() -> str:
 
 
 def is_own(path: str) -> bool:
-    """Return whether a file is neither torch's nor this tracker."""
-    return not path.startswith(_TORCH) and path != __file__ and not path.startswith("<")
+    """Return whether a file is neither torch's nor of the dry run."""
+    return not path.startswith((_TORCH, _HERE, "<"))

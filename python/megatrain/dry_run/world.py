@@ -62,13 +62,14 @@ class _SameSample:
 
 def same_data(config: ResolvedConfig) -> TrainingData:
     """Return data with the shapes of a run's data, without reading any file."""
+    samples = _SameSample(config)
     ignores = config.data.packing != "stream" or config.data.document_mask
     return TrainingData(
         sources={},
         tokenizer=load_tokenizer("bytes"),
-        train=_SameSample(config),
-        validation={},
-        validation_weights={},
+        train=samples,
+        validation={samples.name: samples},
+        validation_weights={samples.name: 1.0},
         unigram_entropy=0.0,
         default_normalization="token" if ignores else "microbatch",
     )

@@ -25,7 +25,11 @@ from megatrain.models.stage import ContextOptions, Stage, make_context
 
 
 def build_chunks(
-    config: ResolvedConfig, groups: ProcessGroups, *, device: torch.device | str = "cpu"
+    config: ResolvedConfig,
+    groups: ProcessGroups,
+    *,
+    device: torch.device | str = "cpu",
+    initialize: bool = True,
 ) -> list[Stage]:
     """Build this pipeline rank's chunks, in the order of their stages.
 
@@ -37,6 +41,7 @@ def build_chunks(
         config: A resolved configuration.
         groups: This rank's process groups; the position in ``groups.pp`` determines the stages.
         device: Device of the parameters.
+        initialize: Draw random weights; else they are left as they are.
 
     Returns:
         ``pipeline.chunks`` chunks. The first stage has the embedding, the last one the head. The
@@ -47,7 +52,7 @@ def build_chunks(
         ConfigError: If layers or tensor-parallel sizes do not fit.
     """
     mine = stages_of_ranks(config.pipeline, config.parallel.pp)[groups.pp.position]
-    return build_stages(config, mine, groups, device=device)
+    return build_stages(config, mine, groups, device=device, initialize=initialize)
 
 
 def _checked_loss(name: str | None, tp: Group) -> Loss:
@@ -69,6 +74,7 @@ def build_stages(
     groups: ProcessGroups,
     *,
     device: torch.device | str,
+    initialize: bool = True,
 ) -> list[Stage]:
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
@@ -84,6 +90,7 @@ def build_stages(
         "recompute": config.train.recomputed,
         "fp8": config.train.fp8 == "blockwise",
         "force_balanced": config.debug.force_balanced,
+        "initialize": initialize,
     }
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):

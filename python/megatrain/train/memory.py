@@ -23,5 +23,7 @@ def memory_bytes(device: torch.device) -> tuple[float, float, float]:
         (line,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
         return int(resident) * _PAGE, int(shared) * _PAGE, int(line) * 1024
     stats = torch.cuda.memory_stats_as_nested_dict(device)
+    if not stats:  # a device that is not there
+        return 0.0, 0.0, 0.0
     allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
     return allocated["current"], reserved["current"], allocated["peak"]

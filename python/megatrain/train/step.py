@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from megacore import host_values
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
@@ -214,6 +215,7 @@ class TrainStep:
         for chunk in eager.chunks:
             chunk.train()
         all_reduce_(sums, eager.groups.world)
+        sums = host_values.to_host(sums, "sums of a validation", assumed=lambda: [0.0] * _NUM_SUMS)
         return Evaluation(loss=_mean(sums), num_labels=round(sums[2].item()))
 
     def _warn_of_missing_grads(self) -> None:

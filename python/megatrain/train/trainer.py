@@ -262,6 +262,7 @@ def build_trainer(
     calls: CallRing | None = None,
     data: TrainingData | None = None,
     clock: PhaseClock | None = None,
+    initialize: bool = True,
 ) -> Trainer:
     """Build all components of this rank; collective.
 
@@ -272,6 +273,7 @@ def build_trainer(
         calls: Records the collectives and messages of this rank.
         data: Data in place of that of the configuration.
         clock: Measures the phases of steps. Default: a new one.
+        initialize: Draw random weights; else they are left as they are.
 
     Raises:
         ConfigError: If the layout is invalid for the model or the number of ranks.
@@ -280,7 +282,7 @@ def build_trainer(
     first_bytes = memory_bytes(device)[0]
     groups = _make_groups(config, world_size, calls)
     data = load_run_data(config) if data is None else data
-    chunks = build_chunks(config, groups, device=device)
+    chunks = build_chunks(config, groups, device=device, initialize=initialize)
     num_params = _count_params(config, chunks, groups)
     order = in_model_order(config.pipeline, groups.pp)
     params = [param for number in order for param in chunks[number].param_infos()]
@@ -369,6 +371,8 @@ def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: Proce
         return count.total - count.padding
     shown = f'model.factory = "{config.model.factory}"'
     mine = [info for chunk in chunks for info, _ in chunk.param_infos()]
+    if groups.pp.is_fake:  # the stages of other ranks are not known
+        return sum(math.prod(info.full_shape) for info in mine)
     by_rank = all_gather_objects(mine, groups.pp)
     shared = [[info for info in infos if info.shared is not None] for infos in by_rank]
     holders = {rank for rank, infos in enumerate(shared) if infos}

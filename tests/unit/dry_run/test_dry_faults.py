@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megacore import host_values
 from megatrain.dry_run import DryRun, dry_run
+from megatrain.dry_run.fake_cuda import fake_cuda
+from megatrain.dry_run.run import check_cuda
 from megatrain.models.attention.gqa import Attention
 from tests.support.configs import FOUR_LAYERS, changed_config
 
@@ -31,7 +33,7 @@ def plant(
     def faulty(self: Attention, qkv: Tensor, *args: Any) -> Tensor:
         if self not in built:
             built.append(self)
-        if built.index(self) == in_layer:
+        if built.index(self) % 4 == in_layer:  # of each model
             fault(qkv)
         return forward(self, qkv, *args)
 
@@ -114,6 +116,61 @@ def test_an_error_is_named_with_place_layer_and_action(
     assert place in found.error
     assert "layers.2.attention.qkv" in found.error
     assert "action 0F0 (forward, stage 0, microbatch 0)" in found.error
+
+
+@pytest.mark.parametrize("name", ["item", "bool", "cpu", "nonzero", "mask", "product"])
+def test_a_fault_on_the_branch_of_a_gpu_is_found_by_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = {**WAITS, **UNKNOWN_SIZES, "product": ERRORS["product"][1]}[name]
+    line = inspect.getsourcelines(fault)[1]
+    plant(monkeypatch, lambda x: fault(x) if x.is_cuda else None)
+    assert run().works
+    found = dry_run(changed_config(1, BASE, {}), world_size=1, rank=0, device="h100")
+    assert found.costs is not None
+    assert not found.costs.syncs
+    assert not found.works
+    assert found.cuda is not None
+    named = found.cuda.error or next(iter(found.cuda.syncs))
+    assert f"test_dry_faults.py:{line}" in named
+
+
+def test_the_device_answers_with_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    plant(monkeypatch, lambda x: answers.append(torch.cuda.get_device_capability(x.device)))
+    config = changed_config(1, BASE, {"train.global_batch_size": 2})
+    for device in ("a100", "h100", "b300"):
+        # Not on the meta device, which has none.
+        assert check_cuda(config, 1, 0, device).error is None
+    assert answers == [(8, 0), (9, 0), (10, 3)]
+
+
+def test_indices_of_fake_tensors_have_the_shapes_of_real_ones() -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    rows = torch.tensor([1, 0])
+    with fake_cuda((9, 0)) as device:
+        fake = torch.empty(2, 3, 4, device=device)
+        for key in (
+            0,
+            -1,
+            slice(1, None),
+            (slice(None), 1),
+            (..., 2),
+            (0, ..., slice(0, 2)),
+            (None, 1, slice(None), None),
+            (rows,),
+            (slice(None), [2, 0]),
+            (rows, rows),
+            (slice(None, None, 2), rows),
+        ):
+            moved = key
+            assert fake[moved].shape == x[key].shape, key
+            assert fake[moved].device == device
+        fake[0, 1:] = 3.0
+        fake[1] = fake[0]
+        fake[rows] = fake[0].to(torch.float32)
+        assert fake.to("cuda", torch.bfloat16).dtype == torch.bfloat16
+        assert (~(fake > 0)).dtype == torch.bool
 
 
 def test_a_named_read_is_listed_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

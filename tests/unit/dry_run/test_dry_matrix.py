@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.dry_run import dry_run
+from megatrain.dry_run.run import check_cuda
 from tests.dist import (
     test_dualpipe,
     test_echo,
@@ -101,6 +102,16 @@ def test_a_layout_runs_dry(name: str) -> None:
         assert found.costs is not None
         assert not found.costs.syncs
         assert {read.name for read in found.costs.reads} <= DOCUMENTED
+
+
+@pytest.mark.parametrize("name", list(CASES)[::5])
+def test_forward_passes_and_an_update_run_on_the_branches_of_a_gpu(name: str) -> None:
+    world_size, base, changes = CASES[name]
+    config = changed_config(world_size, base, changes)
+    found = check_cuda(config, world_size, world_size - 1, "h100")
+    assert found.error is None
+    assert not found.syncs
+    assert found.num_operations > 100
 
 
 def test_two_copies_of_the_model_run_dry() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
@@ -69,9 +70,7 @@ class Masks:
             mask = self.of(whole, whole, window=window, like=like)
             return mask[num_keys - num_queries : num_keys, :num_keys]
         if whole is not None:
-            from torch.nn.attention.bias import causal_lower_right
-
-            return causal_lower_right(num_queries, num_keys)
+            return _lower_right(num_queries, num_keys)
         size = num_queries, num_keys, window
         if size not in self._made:
             with torch.inference_mode(False):  # training may use the mask later
@@ -83,9 +82,15 @@ class Masks:
         num_queries, num_keys, window = size
         if window is not None:
             return visible(num_queries, num_keys, window, device=like.device)
-        # Imports torch's compiler, which takes longer than torch: not without cp.
-        from torch.nn.attention.bias import causal_lower_right
+        return _lower_right(num_queries, num_keys)
 
+
+def _lower_right(num_queries: int, num_keys: int) -> Tensor:
+    """Return the causal mask where the last query attends to the last key."""
+    # Imports torch's compiler, which takes longer than torch: not without cp.
+    from torch.nn.attention.bias import causal_lower_right
+
+    with _disable_current_modes():  # it is not made from tensors that a mode has seen
         return causal_lower_right(num_queries, num_keys)
 
 
@@ -292,10 +297,9 @@ def _attend(
     q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
     if q_SBND.is_meta:
         # For tensors without data torch would choose the formula with all scores.
-        mixed_BNSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNSD, k_BGSD, v_BGSD, 0.0, is_square, scale=rule.scale
-        )[0]
-        return mixed_BNSD.permute(2, 0, 1, 3)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        empty_BNSD: Tensor = flash(q_BNSD, k_BGSD, v_BGSD, 0.0, is_square, scale=rule.scale)[0]
+        return empty_BNSD.permute(2, 0, 1, 3)
     mixed_BNSD = scaled_dot_product_attention(
         q_BNSD,
         k_BGSD,
