@@ -59,7 +59,7 @@ def _memory_lines(found: DryRun, costs: StepCosts) -> list[str]:
             for kind, size in found.predicted.items()
         )
         lines.append(
-            f"            megacore plan predicts {memory_text(total)} "
+            f"            predicted: {memory_text(total)} "
             f"({costs.most_bytes / total - 1:+.1%} here): {parts}"
         )
     return lines
