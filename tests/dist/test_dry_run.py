@@ -31,7 +31,7 @@ EP2 = {**EXPERTS, "parallel.ep": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "bf16": (1, {"train.dtype": "bfloat16"}),
-    "recomputed": (1, {"train.recompute": "full"}),
+    "recomputed": (1, {"train.recompute": ["full"]}),
     "experts": (1, EXPERTS),
     "tp2, sequence parallel": (2, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
     "dp2, overlapped": (2, {"optimizer.overlap": "all"}),
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 allgather": (2, {**EP2, "moe.dispatcher": "allgather"}),
     "ep2 static": (2, {**EP2, "moe.dispatcher": "static", "debug.static_transport": "collective"}),
     "ep2 pp2, in turns": (4, {**EP2, "parallel.pp": 2, "pipeline.overlap_moe": True}),
-    "tp2 pp2, recomputed": (4, {"parallel.tp": 2, "parallel.pp": 2, "train.recompute": "full"}),
+    "tp2 pp2, recomputed": (4, {"parallel.tp": 2, "parallel.pp": 2, "train.recompute": ["full"]}),
 }
 
 

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+
+from megacore.ops.cuda_module import DeviceFacts, assume_device
 
 _ATEN = torch.ops.aten
 # Compute capability by the name of a calibration.
@@ -41,13 +42,9 @@ def fake_cuda(capability: tuple[int, int]) -> Iterator[torch.device]:
     Yields:
         The device.
     """
-
-    def claimed(device: object = None) -> tuple[int, int]:  # noqa: ARG001
-        return capability
-
     with (
         warnings.catch_warnings(),
-        patch.object(torch.cuda, "get_device_capability", claimed),
+        assume_device(DeviceFacts(capability=capability)),
         _OnFakeDevice(FakeTensorMode(allow_non_fake_inputs=True)),
         torch.no_grad(),
     ):

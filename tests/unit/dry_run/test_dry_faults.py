@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore import host_values
+from megacore.ops.cuda_module import device_facts
 from megatrain.dry_run import DryRun, dry_run
 from megatrain.dry_run.fake_cuda import fake_cuda
 from megatrain.dry_run.run import check_cuda
@@ -137,7 +138,7 @@ def test_a_fault_on_the_branch_of_a_gpu_is_found_by_device(
 
 def test_the_device_answers_with_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
-    plant(monkeypatch, lambda x: answers.append(torch.cuda.get_device_capability(x.device)))
+    plant(monkeypatch, lambda x: answers.append(device_facts(x.device).capability))
     config = changed_config(1, BASE, {"train.global_batch_size": 2})
     for device in ("a100", "h100", "b300"):
         # Not on the meta device, which has none.
@@ -183,7 +184,7 @@ def test_a_named_read_is_listed_and_is_no_error(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_operations_belong_to_layers() -> None:
-    found = run(train__recompute="full")
+    found = run(train__recompute=["full"])
     assert found.costs is not None
     forwards = {
         layer: number

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Changes]] = {
             "cp2": {"parallel.cp": 2},
             "ep2": {"parallel.ep": 2},
             "ep2 static": {"parallel.ep": 2, "moe.dispatcher": "static"},
-            "recomputed": {"train.recompute": "full"},
+            "recomputed": {"train.recompute": ["full"]},
         }.items()
     },
     **{
