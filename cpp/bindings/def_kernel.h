@@ -1,4 +1,4 @@
-// Definition of functions on memory, for both extension modules.
+// Definition of functions on memory.
 
 #pragma once
 

@@ -22,9 +22,14 @@
 
 namespace megacore::ops {
 
+inline void check_scalar(const char* name, const Tensor& tensor) {
+  MC_REQUIRE(tensor.dtype() == kDTypes.int64 && tensor.numel() == 1,
+             "{} must be an int64 scalar, got {}", name, shape_text(tensor));
+}
 inline void check_scalar(const char* name, const std::optional<Tensor>& tensor) {
-  MC_REQUIRE(!tensor || (tensor->dtype() == kDTypes.int64 && tensor->numel() == 1),
-             "{} must be an int64 scalar, got {}", name, shape_text(*tensor));
+  if (tensor) {
+    check_scalar(name, *tensor);
+  }
 }
 
 // ---- norms --------------------------------------------------------------------------------------

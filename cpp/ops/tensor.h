@@ -170,32 +170,53 @@ inline Tensor new_tensor(std::span<const int64_t> sizes,
 }
 
 // ---- between torch's stack and C++ --------------------------------------------------------------
+// Takes an argument off the stack, and its place to the next one.
 template <typename T>
 struct Argument {
   static_assert(std::is_same_v<T, double> || std::is_same_v<T, int64_t> || std::is_same_v<T, bool>);
-  static T take(StableIValue value) {
+  static constexpr size_t kCount = 1;
+  static T take(const StableIValue*& next) {
     T argument;
-    std::memcpy(&argument, &value, sizeof(argument));
+    std::memcpy(&argument, next++, sizeof(argument));
     return argument;
   }
 };
 template <>
 struct Argument<Tensor> {
-  static Tensor take(StableIValue value) {
-    return Tensor(reinterpret_cast<AtenTensorHandle>(value));
+  static constexpr size_t kCount = 1;
+  static Tensor take(const StableIValue*& next) {
+    return Tensor(reinterpret_cast<AtenTensorHandle>(*next++));
   }
 };
 template <typename T>
 struct Argument<std::optional<T>> {
-  static std::optional<T> take(StableIValue value) {
-    const auto* held = reinterpret_cast<StableIValue*>(value);
+  static constexpr size_t kCount = 1;
+  static std::optional<T> take(const StableIValue*& next) {
+    const auto* held = reinterpret_cast<StableIValue*>(*next++);
     if (held == nullptr) {
       return std::nullopt;
     }
     const StableIValue inner = *held;
     delete held;  // torch has made it by new
-    return Argument<T>::take(inner);
+    const StableIValue* at = &inner;
+    return Argument<T>::take(at);
   }
+};
+// Several arguments in a struct, which names their types as the tuple `Arguments`.
+template <typename T>
+  requires requires { typename T::Arguments; }
+struct Argument<T> {
+  template <typename... Parts>
+  static constexpr size_t count(std::type_identity<std::tuple<Parts...>>) {
+    return (Argument<Parts>::kCount + ...);
+  }
+  template <typename... Parts>
+  static T take(const StableIValue*& next, std::type_identity<std::tuple<Parts...>>) {
+    return T{Argument<Parts>::take(next)...};
+  }
+  static constexpr std::type_identity<typename T::Arguments> kParts = {};
+  static constexpr size_t kCount = count(kParts);
+  static T take(const StableIValue*& next) { return take(next, kParts); }
 };
 
 inline StableIValue give(Tensor tensor) {
@@ -205,20 +226,20 @@ inline StableIValue give(Tensor tensor) {
 // Takes all arguments off the stack before `run` may throw, and puts its results there.
 template <typename Result, typename... Arguments>
 void call(Result (*run)(Arguments...), StableIValue* stack, uint64_t inputs, uint64_t outputs) {
-  constexpr auto kInputs = sizeof...(Arguments);
+  constexpr size_t kInputs = (Argument<Arguments>::kCount + ...);
   MC_INVARIANT(inputs == kInputs, "an operation has {} arguments, its schema {}", kInputs, inputs);
-  const auto on_arguments = [&]<size_t... kAt>(std::index_sequence<kAt...>) {
-    return std::apply(run, std::tuple<Arguments...>{Argument<Arguments>::take(stack[kAt])...});
+  const auto on_arguments = [&] {
+    const StableIValue* next = stack;
+    return std::apply(run, std::tuple<Arguments...>{Argument<Arguments>::take(next)...});
   };
-  constexpr auto kArguments = std::make_index_sequence<kInputs>();
   uint64_t given = 0;
   if constexpr (std::is_void_v<Result>) {
-    on_arguments(kArguments);
+    on_arguments();
   } else if constexpr (std::is_same_v<Result, Tensor>) {
-    stack[given++] = give(on_arguments(kArguments));
+    stack[given++] = give(on_arguments());
   } else {
     const auto put = [&](auto&&... results) { ((stack[given++] = give(std::move(results))), ...); };
-    std::apply(put, on_arguments(kArguments));
+    std::apply(put, on_arguments());
   }
   MC_INVARIANT(outputs == given, "an operation has {} results, its schema {}", given, outputs);
 }

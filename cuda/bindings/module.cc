@@ -1,15 +1,15 @@
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "bindings.h"
 #include "gpu_operations.h"
-#include "kernels.h"
 #include "megacore/cuda/check.h"
 #include "megacore/cuda/dense.h"
 #include "megacore/cuda/grouped_gemm.h"
+#include "megacore/cuda/peer_exchange.h"
 #include "megacore/cuda/permutation.h"
 #include "megacore/cuda/router.h"
 #include "megacore/cuda/topk.h"
@@ -53,16 +53,15 @@ void set_limits(pybind11::module_& module) {
   module.attr("MAX_ROUTER_CHOICES") = cuda::kMaxRouterChoices;
   module.attr("MAX_SORTED_EXPERTS") = cuda::kMaxSortedExperts;
   module.attr("MAX_TOP_K_COLUMNS") = cuda::kMaxTopKColumns;
+  module.attr("PEER_STATE_NUMEL") =
+      static_cast<int64_t>((sizeof(cuda::PeerState) + sizeof(int64_t) - 1) / sizeof(int64_t));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "CUDA kernels of megacore. Use megacore.ops; this module is private.";
-  using megacore::ops::Kernel;
-  constexpr Kernel kOthers[] = {
-      {"_grouped_gemm_", megacore::ops::kernel_of<megacore::ops::grouped_gemm_>}};
-  if (!megacore::ops::register_kernels("megacore", "CUDA", kOthers)) {
+  if (!megacore::ops::register_gpu_kernels("megacore", "CUDA")) {
     throw pybind11::import_error("torch did not take megacore's operations");
   }
   module.def("device_count", &device_count);
@@ -70,7 +69,8 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("driver_version", &driver_version);
   module.def("compiled_archs", &compiled_archs);
   module.def("grouped_gemm_archs", &megacore::cuda::grouped_gemm_archs);
+  module.def("peer_sort_numel", &megacore::cuda::peer_sort_numel, pybind11::kw_only(),
+             pybind11::arg("num_tokens"), pybind11::arg("num_choices"),
+             pybind11::arg("num_experts"));
   set_limits(module);
-  megacore::bindings::bind_clones(module);
-  megacore::bindings::bind_peers(module);
 }

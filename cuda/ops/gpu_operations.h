@@ -2,7 +2,9 @@
 
 #pragma once
 
-#include "tensor.h"
+#include <span>
+
+#include "kernels.h"
 
 namespace megacore::ops {
 
@@ -24,5 +26,16 @@ void grouped_gemm_(Tensor a,
                    int64_t expected_rows,
                    int64_t tile,
                    bool along_columns);
+
+// Exchanges in the memory of peers; their schemas and what the arguments are:
+// python/megacore/ops/peer_exchange.py and clone_exchange.py.
+std::span<const Kernel> peer_kernels();
+std::span<const Kernel> clone_kernels();
+
+// Registers all operations that GPUs have; see register_kernels.
+inline bool register_gpu_kernels(const char* name_space, const char* dispatch_key) {
+  constexpr Kernel kProducts[] = {{"_grouped_gemm_", kernel_of<grouped_gemm_>}};
+  return register_kernels(name_space, dispatch_key, kProducts, peer_kernels(), clone_kernels());
+}
 
 }  // namespace megacore::ops

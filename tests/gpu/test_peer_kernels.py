@@ -103,10 +103,10 @@ class Team:
             memory = peers._reserve(placement.num_experts, capacity, 0)
             shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
             members = peers._members(memory)
-            sent.append((members, shape, peer_exchange.send_counts(each, *members, shape)))
+            sent.append((members, shape, peer_exchange.send_counts(each, *members, *shape)))
         plans = []
         for each, (members, shape, sorting) in zip(ids, sent, strict=True):
-            shift, kept, m_splits, totals = peer_exchange.plan(*members, shape, each.numel())
+            shift, kept, m_splits, totals = peer_exchange.plan(*members, *shape, each.numel())
             rows = peer_exchange.map_copies(each, sorting, shift, self._owners, capacity)
             plans.append(PeerPlan(rows=rows, kept=kept, m_splits=m_splits, totals=totals))
         return plans
@@ -367,9 +367,9 @@ def test_another_capacity_is_an_error_and_nothing_is_sent() -> None:
         peers, placement = team.peers[p], team.placements[p]
         memory = peers._reserve(4, 64, 64)
         shape = [4, 2, placement.ep_position, capacity]
-        peer_exchange.send_counts(ids[p], *peers._members(memory), shape)
+        peer_exchange.send_counts(ids[p], *peers._members(memory), *shape)
     members = team.peers[0]._members(team.peers[0]._reserve(4, 64, 64))
-    shift, kept, m_splits, totals = peer_exchange.plan(*members, [4, 2, 0, 64], 16)
+    shift, kept, m_splits, totals = peer_exchange.plan(*members, 4, 2, 0, 64, 16)
     assert (shift >= 64).all()
     assert torch.equal(kept, sort_by_expert(ids[0], 4)[1]), "no copy is blamed on a full buffer"
     assert not m_splits.any()
@@ -385,17 +385,14 @@ def test_torch_knows_the_operations() -> None:
     peers = team.peers[0]
     members = peers._members(peers._reserve(4, 16, 64))
     x = torch.randn(8, 16, device="cuda")
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        peer_exchange.start_push, (x, None, maps[0].rows, *members, 0, 2, 16), test_utils=checks
-    )
-    rows, num_arrived = x.new_empty(16, 16), maps[0].num_arrived
-    torch.library.opcheck(
-        peer_exchange.start_pull, (rows, None, num_arrived, *members, 1, True), test_utils=checks
-    )
+    checks, ops = ("test_schema", "test_faketensor"), torch.ops.megacore
+    pushed = x, None, maps[0].rows, *members, 0, 2, 16
+    torch.library.opcheck(ops._peer_start_push.default, pushed, test_utils=checks)
+    pulled = x.new_empty(16, 16), None, maps[0].num_arrived, *members, 1, True
+    torch.library.opcheck(ops._peer_start_pull.default, pulled, test_utils=checks)
 
 
 def test_tensors_on_the_cpu_are_refused() -> None:
     addresses = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="for CUDA tensors"):
-        peer_exchange.plan(addresses, addresses, 0, [4, 4, 4], 1.0, [4, 1, 0, 4], 8)
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        peer_exchange.plan(addresses, addresses, 0, 4, 4, 4, 1.0, 4, 1, 0, 4, 8)

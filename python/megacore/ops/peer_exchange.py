@@ -7,9 +7,11 @@ and memory that is not an argument, so they have no derivatives of their own. In
 :mod:`megacore.moe.dispatchers.peer`, push and pull are each other's derivatives.
 
 After their tensors, all operations take the description of the members: ``memory``, the addresses
-of all members' memory ``(G,)`` int64; ``state``, this member's counters; its ``position``;
-``layout``, the maximum number of experts, of rows, and of bytes per row; and ``timeout_s``, the
-timeout for a member.
+of all members' memory ``(G,)`` int64; ``state``, this member's counters; its ``position``; the
+maximum number of experts, of rows, and of bytes per row, which are the layout of the memory; and
+``timeout_s``, the timeout for a member. A shape is the number of experts and of parts, the part of
+this member, and the rows of each buffer. CPUs have no such operations: there
+:class:`megacore.moe.dispatchers.HostPeers` exchanges rows.
 
 Three operations plan an exchange. ``send_counts`` sorts the choices of this member's tokens, ``(T,
 k)`` int64, as far as their counts, sends these, and returns what is known of the order; ``plan``
@@ -20,7 +22,6 @@ the map, from ``members``, the members of each part of the experts ``(P, r)`` in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,70 +29,42 @@ from torch import Tensor
 
 from megacore.ops.cuda_module import cuda_kernels
 from megacore.ops.permutation import sort_by_expert
-from megacore.ops.register import DTYPES, define_op, launch
+from megacore.ops.register import compiled
 
-_MEMBERS = "Tensor memory, Tensor(a!) state, int position, int[] layout, float timeout_s"
+_MEMBERS = (
+    "Tensor memory, Tensor(a!) state, int position, int max_experts, int max_capacity,"
+    " int max_row_bytes, float timeout_s"
+)
+_SHAPE = "int num_experts, int num_parts, int part, int capacity"
 
 
-def _send_counts(experts: Tensor, *args: Any) -> Tensor:
-    *members, shape = args
-    experts, sorting = experts.contiguous(), _sorting_fake(experts, *args)
-    if _sorts(shape[0]):
-        choices: dict[str, Any] = _choices(experts)
-        address = sorting.data_ptr()
-        _launch("peer_send_counts", *members, shape=list(shape), workspace=address, **choices)
+def send_counts(experts: Tensor, *args: Any) -> Tensor:
+    """Sort choices as far as their counts and send these; see the module."""
+    num_experts = args[-4]
+    if num_experts <= cuda_kernels().MAX_SORTED_EXPERTS:
+        sorting: Tensor = _send_counts(experts, *args)
         return sorting
-    sorted_Tk, counts = sort_by_expert(experts, shape[0])
-    _launch("peer_send_sums", *members, shape=list(shape), counts=counts.data_ptr())
+    sorted_Tk, counts = sort_by_expert(experts, num_experts)
+    _send_sums(counts, *args)
     return sorted_Tk
 
 
-def _map_copies(
-    experts: Tensor, sorting: Tensor, shift: Tensor, members: Tensor, capacity: int
-) -> Tensor:
-    experts, members = experts.contiguous(), members.contiguous()
-    num_experts, repeats = shift.shape[0], members.shape[1]
-    row_map = experts.new_empty(experts.shape[0], experts.shape[1] * repeats)
-    is_sorted = not _sorts(num_experts)
-    sorted_Tk = sorting if is_sorted else torch.empty_like(experts)
-    launch(
-        "peer_map_copies",
-        experts,
-        **_choices(experts),
-        sorted=sorted_Tk.data_ptr(),
-        workspace=0 if is_sorted else sorting.data_ptr(),
-        shift=shift.data_ptr(),
-        members=members.data_ptr(),
-        num_experts=num_experts,
-        num_parts=members.shape[0],
-        repeats=repeats,
-        capacity=capacity,
-        row_map=row_map.data_ptr(),
-    )
-    return row_map
-
-
-def _choices(experts: Tensor) -> dict[str, int]:
-    num_tokens, num_choices = experts.shape
-    address = experts.data_ptr()
-    return {"experts": address, "num_tokens": num_tokens, "num_choices": num_choices}
-
-
-def _sorts(num_experts: int) -> bool:
-    """Return whether the kernels that exchange counts and map copies sort for this many experts."""
-    limit: int = cuda_kernels().MAX_SORTED_EXPERTS
-    return num_experts <= limit
-
-
 def _sorting_fake(experts: Tensor, *args: Any) -> Tensor:
-    num_experts = args[-1][0]
-    if not _sorts(num_experts):
-        return torch.empty_like(experts)
     num_tokens, num_choices = experts.shape
     numel = cuda_kernels().peer_sort_numel(
-        num_tokens=num_tokens, num_choices=num_choices, num_experts=num_experts
+        num_tokens=num_tokens, num_choices=num_choices, num_experts=args[-4]
     )
     return experts.new_empty(numel, dtype=torch.int32)
+
+
+def _plan_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_experts, num_parts = args[-5:-3]
+    return (
+        memory.new_empty(num_experts),
+        memory.new_empty(num_experts),
+        memory.new_empty(num_experts // num_parts),
+        memory.new_empty(3),
+    )
 
 
 def _map_fake(
@@ -101,169 +74,41 @@ def _map_fake(
     return experts.new_empty(experts.shape[0], experts.shape[1] * members.shape[1])
 
 
-def _plan(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *members, shape, num_copies = args
-    shift, kept, m_splits, totals = _plan_results(memory, shape)
-    _launch(
-        "peer_plan",
-        memory,
-        *members,
-        shape=list(shape),
-        num_copies=num_copies,
-        shift=shift.data_ptr(),
-        kept=kept.data_ptr(),
-        m_splits=m_splits.data_ptr(),
-        totals=totals.data_ptr(),
-    )
-    return shift, kept, m_splits, totals
-
-
-def _plan_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _plan_results(memory, args[-2])
-
-
-def _plan_results(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_experts, num_parts = shape[:2]
-    return (
-        memory.new_empty(num_experts),
-        memory.new_empty(num_experts),
-        memory.new_empty(num_experts // num_parts),
-        memory.new_empty(3),
-    )
-
-
-def _tokens_side(name: str) -> Any:
-    def run(rows: Tensor, probs: Tensor | None, row_map: Tensor, *args: Any) -> None:
-        *members, slot, num_choices, capacity = args
-        num_tokens, num_copies = row_map.shape
-        repeats = num_copies // num_choices if num_choices else 1
-        _launch(
-            name,
-            *members,
-            slot=slot,
-            **_rows(rows, probs),
-            row_map=row_map.data_ptr(),
-            sizes=[num_tokens, num_choices, repeats, capacity],
-        )
-
-    return run
-
-
-def _finish_push(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
-    *members, slot = args
-    _launch(
-        "peer_finish_push",
-        *members,
-        slot=slot,
-        **_rows(rows, probs),
-        num_arrived=num_arrived.data_ptr(),
-        capacity=rows.shape[0],
-    )
-
-
-def _reserve_pull(memory: Tensor, *args: Any) -> None:
-    *members, slot = args
-    _launch("peer_reserve_pull", memory, *members, slot=slot)
-
-
-def _start_pull(rows: Tensor, probs: Tensor | None, num_arrived: Tensor, *args: Any) -> None:
-    *members, slot, are_there = args
-    _launch(
-        "peer_start_pull",
-        *members,
-        slot=slot,
-        **{**_rows(rows, probs), **({"rows": 0} if are_there else {})},
-        num_arrived=num_arrived.data_ptr(),
-        capacity=rows.shape[0],
-    )
-
-
-def _rows(rows: Tensor, probs: Tensor | None) -> dict[str, Any]:
-    if rows.dtype not in DTYPES:
-        names = ", ".join(DTYPES.values())
-        raise ValueError(
-            f"rows of {rows.dtype} do not travel through memory of peers, only {names}; convert "
-            "them, or set moe.static_transport = collective"
-        )
-    return {
-        "rows": rows.data_ptr(),
-        "probs": 0 if probs is None else probs.data_ptr(),
-        "width": rows.shape[1],
-        "dtype": DTYPES[rows.dtype],
-    }
-
-
-def _launch(
-    name: str,
-    memory: Tensor,
-    state: Tensor,
-    position: int,
-    layout: Sequence[int],
-    timeout_s: float,
-    **arguments: Any,
-) -> None:
-    launch(
-        name,
-        memory,
-        memory=memory.data_ptr(),
-        state=state.data_ptr(),
-        num_members=memory.shape[0],
-        position=position,
-        layout=list(layout),
-        timeout_s=timeout_s,
-        **arguments,
-    )
-
-
-def _needs_cuda(*args: Any) -> None:
-    del args
-    raise ValueError(
-        "these exchanges are for CUDA tensors; on the CPU use megacore.moe.dispatchers.HostPeers"
-    )
-
-
 def _nothing(*args: Any) -> None:
     del args
 
 
-def _define(schema: str, run: Any, fake: Any = _nothing) -> Any:
-    return define_op(schema, cpu=_needs_cuda, cuda=run, fake=fake)
-
-
-send_counts = _define(
-    f"peer_send_counts(Tensor experts, {_MEMBERS}, int[] shape) -> Tensor",
-    _send_counts,
-    _sorting_fake,
+_send_counts = compiled(
+    f"peer_send_counts(Tensor experts, {_MEMBERS}, {_SHAPE}) -> Tensor", _sorting_fake
 )
-plan = _define(
-    f"peer_plan({_MEMBERS}, int[] shape, int num_copies) -> (Tensor, Tensor, Tensor, Tensor)",
-    _plan,
+_send_sums = compiled(f"peer_send_sums(Tensor counts, {_MEMBERS}, {_SHAPE}) -> ()", _nothing)
+plan = compiled(
+    f"peer_plan({_MEMBERS}, {_SHAPE}, int num_copies) -> (Tensor, Tensor, Tensor, Tensor)",
     _plan_fake,
 )
-map_copies = _define(
+map_copies = compiled(
     "peer_map_copies(Tensor experts, Tensor sorting, Tensor shift, Tensor members, int capacity)"
     " -> Tensor",
-    _map_copies,
     _map_fake,
 )
-start_push = _define(
+start_push = compiled(
     f"peer_start_push(Tensor rows, Tensor? probs, Tensor row_map, {_MEMBERS}, int slot, "
     "int num_choices, int capacity) -> ()",
-    _tokens_side("peer_start_push"),
+    _nothing,
 )
-finish_push = _define(
+finish_push = compiled(
     f"peer_finish_push(Tensor(b!) rows, Tensor(c!)? probs, Tensor num_arrived, {_MEMBERS}, "
     "int slot) -> ()",
-    _finish_push,
+    _nothing,
 )
-reserve_pull = _define(f"peer_reserve_pull({_MEMBERS}, int slot) -> ()", _reserve_pull)
-start_pull = _define(
+reserve_pull = compiled(f"peer_reserve_pull({_MEMBERS}, int slot) -> ()", _nothing)
+start_pull = compiled(
     f"peer_start_pull(Tensor rows, Tensor? probs, Tensor num_arrived, {_MEMBERS}, int slot, "
     "bool are_there) -> ()",
-    _start_pull,
+    _nothing,
 )
-finish_pull = _define(
+finish_pull = compiled(
     f"peer_finish_pull(Tensor(b!) rows, Tensor(c!)? probs, Tensor row_map, {_MEMBERS}, int slot, "
     "int num_choices, int capacity) -> ()",
-    _tokens_side("peer_finish_pull"),
+    _nothing,
 )

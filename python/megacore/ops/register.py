@@ -3,23 +3,18 @@
 Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
 implementation from the device of the tensors. :func:`define_compiled` chooses there between a
 kernel, which is ``megacore::_<name>`` of ``_ops`` or ``_cuda``, and a reference in torch.
-:func:`native` does so for kernels that take addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megacore import (
-    _core,
-    _ops,  # noqa: F401  registers its operations
-)
-from megacore.ops.cuda_module import cuda_kernels, runs_kernels
+from megacore import _ops  # noqa: F401  registers its operations
+from megacore.ops.cuda_module import runs_kernels
 
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
@@ -216,73 +211,6 @@ def _require_grad(arguments: tuple[Any, ...]) -> bool:
         if type(x) not in _OTHERS and isinstance(x, torch.Tensor) and x.requires_grad:
             return True
     return False
-
-
-class Implementations(TypedDict):
-    """Implementations for :func:`define_op`."""
-
-    cpu: Callable[..., Any]
-    cuda: Callable[..., Any]
-
-
-def native(
-    name: str,
-    run: Callable[..., Any],
-    reference: Callable[..., Any],
-    *,
-    fits: Callable[..., bool] | None = None,
-    cuda_fits: Callable[..., bool] | None = None,
-    dtypes: Collection[torch.dtype] | None = None,
-) -> Implementations:
-    """Implement an operation by the kernels ``_core.<name>`` and ``_cuda.<name>``.
-
-    Kernels take addresses and sizes as keywords. Those of GPUs may take a workspace too, and ignore
-    ``num_threads``; they are queued on the current stream, without host sync.
-
-    Args:
-        name: Name of the kernels.
-        run: ``(kernel, *args)``: allocates the results of the operation with arguments ``args``,
-            calls ``kernel`` and returns the results.
-        reference: The operation with torch operations, where no kernel takes the arguments.
-        fits: Returns whether the kernels take the arguments. Default: always.
-        cuda_fits: Returns whether the GPU's kernel takes arguments that fit. Default: always.
-        dtypes: Supported dtypes of the first argument. Default: those of ``DTYPES`` on GPUs and of
-            ``CPU_DTYPES`` on CPUs.
-    """
-    on_cpu: Callable[..., Any] = getattr(_core, name)
-    cpu_dtypes = CPU_DTYPES if dtypes is None else dtypes
-    cuda_dtypes = DTYPES if dtypes is None else dtypes
-
-    def call_cpu(first: torch.Tensor, *args: Any) -> Any:
-        if first.dtype not in cpu_dtypes or not (fits is None or fits(first, *args)):
-            return reference(first, *args)
-        return run(on_cpu, first, *args)
-
-    def call_cuda(first: torch.Tensor, *args: Any) -> Any:
-        if (
-            not runs_kernels(first.device)
-            or first.dtype not in cuda_dtypes
-            or not (fits is None or fits(first, *args))
-            or not (cuda_fits is None or cuda_fits(first, *args))
-        ):
-            return reference(first, *args)
-        return run(partial(launch, name, first), first, *args)
-
-    return {"cpu": call_cpu, "cuda": call_cuda}
-
-
-def launch(name: str, on: torch.Tensor, *, num_threads: int = 0, **arguments: Any) -> None:
-    """Launch a kernel of a GPU on the current stream of the device of ``on``."""
-    del num_threads  # of CPUs
-    with torch.cuda.device(on.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        getattr(cuda_kernels(), name)(**arguments, stream=stream)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, contiguous and at an address that kernels can load packs from."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def in_inference() -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,22 @@ NAMES = sorted(set(arguments_of()) - {"grouped_product"})
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Any]:
-    """The namespace of operations on emulated kernels."""
+def define_emulated(names: Iterable[str]) -> Iterator[Any]:
+    """Yield the namespace of operations on emulated kernels."""
     if not LIBRARY.exists():
         pytest.skip("the emulated kernels are not compiled; make test-cpp compiles them")
     library = torch.library.Library("megacore_emulated", "DEF")  # type: ignore[no-untyped-call]
-    for name in (*NAMES, "grouped_gemm_"):
+    for name in names:
         schema = str(getattr(OPS, f"_{name}").default._schema).removeprefix("megacore::")
         library.define(schema)  # type: ignore[no-untyped-call]
     assert ctypes.CDLL(str(LIBRARY)).megacore_register_emulated()
     yield torch.ops.megacore_emulated
     library._destroy()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Any]:
+    yield from define_emulated([*NAMES, "grouped_gemm_"])
 
 
 def gpu_arguments(name: str, dtype: torch.dtype) -> list[Any]:

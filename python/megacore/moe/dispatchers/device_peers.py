@@ -104,10 +104,10 @@ class DevicePeers(Peers):
     def plan_copies(self, ids_Tk: Tensor, placement: ExpertPlacement, capacity: int) -> PeerPlan:
         """Exchange counts and assign rows by three kernels. See `Peers`."""
         memory = self._reserve(placement.num_experts, capacity, self._row_bytes)
-        shape = [placement.num_experts, placement.ep_size, placement.ep_position, capacity]
-        sorting = peer_exchange.send_counts(ids_Tk, *self._members(memory), shape)
+        shape = placement.num_experts, placement.ep_size, placement.ep_position, capacity
+        sorting = peer_exchange.send_counts(ids_Tk, *self._members(memory), *shape)
         shift, kept, m_splits, totals = peer_exchange.plan(
-            *self._members(memory), shape, ids_Tk.numel()
+            *self._members(memory), *shape, ids_Tk.numel()
         )
         members = constant(placement.members, ids_Tk.device)
         rows = peer_exchange.map_copies(ids_Tk, sorting, shift, members, capacity)
@@ -220,8 +220,8 @@ class DevicePeers(Peers):
 
     def _members(self, memory: _DeviceMemory) -> tuple[Any, ...]:
         layout = memory.layout
-        sizes = [layout.max_experts, layout.max_capacity, layout.max_row_bytes]
-        return memory.addresses, memory.state, self.group.position, sizes, self._timeout_s
+        sizes = layout.max_experts, layout.max_capacity, layout.max_row_bytes
+        return memory.addresses, memory.state, self.group.position, *sizes, self._timeout_s
 
     def _reserve(self, num_experts: int, capacity: int, row_bytes: int) -> _DeviceMemory:
         """Return the memory, reallocated if it is too small; reallocation is collective."""

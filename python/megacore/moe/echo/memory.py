@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from megacore._core import (
 from megacore.errors import PeerLostError
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan
-from megacore.ops import cuda_kernels
+from megacore.ops import clone_exchange
 from megacore.ops.cuda_module import runs_kernels
 from megacore.parallel.host.row_all_to_all import memory_at
 from megacore.parallel.host.shared_memory import HOST_DTYPES
@@ -250,7 +251,7 @@ class DeviceCloneMemory(CloneMemory):
     def open(self) -> None:
         """See `CloneMemory`."""
         self.join()
-        self._launch("clones_open")
+        self._run(clone_exchange.open_slots)
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         self._is_pushing = True
 
@@ -259,31 +260,29 @@ class DeviceCloneMemory(CloneMemory):
         self._check(projection, weights)
         weights = weights.contiguous()
         with torch.cuda.stream(self._side):
-            self._launch("clones_push", projection, plan, weights)
+            self._run(clone_exchange.push, projection, plan, weights)
         weights.record_stream(self._side)
         plan.slot_expert.record_stream(self._side)
 
     def wait_for_weights(self, projection: int, plan: DevicePlan) -> Tensor:
         """Wait on the device, after the home experts' computation. See `CloneMemory`."""
         self.join()
-        self._launch("clones_wait", projection, plan)
+        self._run(clone_exchange.wait, projection, plan)
         return self._slots[projection, False]
 
     def reserve_grads(self, projection: int) -> Tensor:
         """See `CloneMemory`."""
-        self._launch("clones_reserve_grads", projection)
+        self._run(clone_exchange.reserve_grads, projection)
         return self._slots[projection, True]
 
     def offer_grads(self, projection: int, plan: DevicePlan) -> None:
         """See `CloneMemory`."""
-        self._launch("clones_offer_grads", projection, plan)
+        self._run(clone_exchange.offer_grads, projection, plan)
 
     def collect(self, projection: int, total: Tensor, plan: DevicePlan) -> None:
         """See `CloneMemory`."""
         self._check(projection, total)
-        assert total.is_contiguous()
-        assert total.dtype == torch.float32
-        self._launch("clones_collect", projection, plan, total)
+        self._run(clone_exchange.collect, projection, plan, total)
 
     def check(self) -> None:
         """Raise an error if a wait of a kernel timed out. See `CloneMemory`."""
@@ -301,33 +300,26 @@ class DeviceCloneMemory(CloneMemory):
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
             self._is_pushing = False
 
-    def _launch(
+    def _run(
         self,
-        name: str,
+        step: Callable[..., None],
         projection: int = 0,
         plan: DevicePlan | None = None,
         tensor: Tensor | None = None,
     ) -> None:
-        sizes = [
-            self.group.size,
+        step(
+            self._addresses,
+            self._failure,
+            None if plan is None else plan.slot_expert,
+            tensor,
+            projection,
             self._num_slots,
             self.group.size if plan is None else plan.num_experts,
             self.group.position,
             *(shape.numel() * self._dtype.itemsize for shape in self._shapes.values()),
             *(shape.numel() * self._grad_width for shape in self._shapes.values()),
-        ]
-        # Threads that run microbatches in turns start with device 0.
-        with torch.cuda.device(self._side.device):
-            getattr(cuda_kernels(), name)(
-                memory=self._addresses.data_ptr(),
-                failure=self._failure.data_ptr(),
-                sizes=sizes,
-                slot_expert=0 if plan is None else plan.slot_expert.data_ptr(),
-                timeout_s=self._timeout_s,
-                projection=projection,
-                tensor=0 if tensor is None else tensor.data_ptr(),
-                stream=torch.cuda.current_stream().cuda_stream,
-            )
+            self._timeout_s,
+        )
 
 
 def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

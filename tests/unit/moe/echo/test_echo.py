@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +17,12 @@ from safetensors.torch import save_file
 from megacore.errors import ConfigError, MegacoreError
 from megacore.moe import plan_offload
 from megacore.moe.dispatchers import device_peers
-from megacore.moe.echo import memory as clone_memory
 from megacore.moe.echo.clones import FC1
 from megacore.moe.echo.device_plan import plan_offload_on_device
 from megacore.moe.echo.memory import DeviceCloneMemory
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
 from megacore.moe.options import EchoOptions
+from megacore.ops import clone_exchange
 from megacore.ops.echo_counts import EchoCounts
 from megacore.parallel.process_groups import Group
 from megatrain.cli import main
@@ -310,20 +308,11 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
         return torch.zeros(2, dtype=torch.int64), torch.empty(num_bytes, dtype=torch.uint8), None
 
     # Weights of the second set that did not come must spoil the gradients, which are in the first.
-    launched: list[dict[str, Any]] = []
-    kernels = SimpleNamespace(clones_wait=lambda **arguments: launched.append(arguments))
-    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 1))
-    guarded: list[torch.device] = []
-
-    @contextmanager
-    def guard(device: torch.device) -> Iterator[None]:
-        guarded.append(device)
-        yield
-
-    monkeypatch.setattr(clone_memory, "cuda_kernels", lambda: kernels)
+    launched: list[tuple[Any, ...]] = []
+    stream = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(clone_exchange, "wait", lambda *arguments: launched.append(arguments))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(
         device_peers,
         "symmetric_memory",
@@ -338,9 +327,10 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     second = DeviceCloneMemory(group, 1, fc1, fc2, beside=first)
     for memory in (first, second):
         memory.wait_for_weights(FC1, plan)
-    assert guarded == [stream.device] * 2, "kernels run on the device of the memory"
-    assert [arguments["timeout_s"] for arguments in launched] == [pytest.approx(1 / 3)] * 2
-    assert launched[0]["failure"] == launched[1]["failure"] != 0
-    assert launched[0]["sizes"] == [2, 1, 2, 0, 120, 60, 120, 60]
-    assert launched[1]["sizes"] == [2, 1, 2, 0, 120, 60, 0, 0]
+    for memory, failure, slot_expert, tensor, projection, *_ in launched:
+        assert memory.device == failure.device, "kernels run on the device of the memory"
+        assert (slot_expert is plan.slot_expert, tensor, projection) == (True, None, 0)
+    assert launched[0][1] is launched[1][1], "one word for both sets"
+    assert launched[0][5:] == (1, 2, 0, 120, 60, 120, 60, pytest.approx(1 / 3))
+    assert launched[1][5:] == (1, 2, 0, 120, 60, 0, 0, pytest.approx(1 / 3))
     assert (first.num_bytes, second.num_bytes) == (360, 180)
