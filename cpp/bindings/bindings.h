@@ -28,6 +28,5 @@ void bind_moe_kernels(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);   // after bind_parallel
 void bind_clones(pybind11::module_& module);  // after bind_parallel
 void bind_graph(pybind11::module_& module);
-void bind_weak_tensor(pybind11::module_& module);
 
 }  // namespace megacore::bindings

@@ -14,5 +14,4 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_graph(module);
-  megacore::bindings::bind_weak_tensor(module);
 }

@@ -51,10 +51,10 @@ inline constexpr Kernel kKernels[] = {
 // The version whose C interface these sources use, as torch writes it: 2.11.
 inline constexpr uint64_t kTorchVersion = (uint64_t{2} << 56) | (uint64_t{11} << 48);
 
-// Registers kKernels and `others`, ranges of Kernel, for a dispatch key; returns whether torch took
-// all. They stay registered until the process ends.
-template <typename... Others>
-bool register_kernels(const char* name_space, const char* dispatch_key, const Others&... others) {
+// Registers ranges of Kernel for a dispatch key; returns whether torch took all. They stay
+// registered until the process ends.
+template <typename... Kernels>
+bool register_for(const char* name_space, const char* dispatch_key, const Kernels&... kernels) {
   TorchLibraryHandle library = nullptr;
   if (aoti_torch_library_init_impl(name_space, dispatch_key, __FILE__, __LINE__, &library) != 0) {
     return false;
@@ -62,7 +62,13 @@ bool register_kernels(const char* name_space, const char* dispatch_key, const Ot
   const auto take = [library](const Kernel& kernel) {
     return torch_library_impl(library, kernel.name, kernel.run, kTorchVersion) == 0;
   };
-  return std::ranges::all_of(kKernels, take) && (std::ranges::all_of(others, take) && ...);
+  return (std::ranges::all_of(kernels, take) && ...);
+}
+
+// The same of kKernels, and of `others` beside them.
+template <typename... Others>
+bool register_kernels(const char* name_space, const char* dispatch_key, const Others&... others) {
+  return register_for(name_space, dispatch_key, kKernels, others...);
 }
 
 }  // namespace megacore::ops

@@ -9,6 +9,7 @@ namespace megacore::ops {
 namespace {
 
 constexpr Kernel kOthers[] = {{"_grouped_product", kernel_of<grouped_product>}};
+constexpr Kernel kOfAllDevices[] = {{"_weak_tensor", kernel_of<weak_tensor>}};
 
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
@@ -26,7 +27,9 @@ PyModuleDef definition = {
 }  // namespace megacore::ops
 
 PyMODINIT_FUNC PyInit__ops() {
-  if (!megacore::ops::register_kernels("megacore", "CPU", megacore::ops::kOthers)) {
+  using namespace megacore::ops;
+  if (!register_kernels("megacore", "CPU", kOthers) ||
+      !register_for("megacore", "CompositeExplicitAutograd", kOfAllDevices)) {
     PyErr_SetString(PyExc_ImportError, "torch did not take megacore's operations");
     return nullptr;
   }

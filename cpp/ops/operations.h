@@ -182,6 +182,9 @@ std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
                                             bool transposed);
 std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed);
 
+// A tensor on the memory of another one, of any device, that does not own it.
+Tensor weak_tensor(Tensor tensor);
+
 // Sums in float32 of float operands. `product` is 0 for out[rows of e] = a[rows of e] b[e]^T, 1 for
 // the same with b[e], and 2 for out[e] (+)= a[rows of e]^T b[rows of e], which needs `out`:
 // float32, contiguous. With it the result has no elements, else it has the dtype of a. `mask`, one

@@ -41,6 +41,16 @@ int32_t aoti_torch_empty_strided(int64_t dim,
                                  int32_t device_type,
                                  int32_t device_index,
                                  AtenTensorHandle* result);
+// Does not own the memory.
+int32_t aoti_torch_create_tensor_from_blob(void* data,
+                                           int64_t dim,
+                                           const int64_t* sizes,
+                                           const int64_t* strides,
+                                           int64_t storage_offset,
+                                           int32_t dtype,
+                                           int32_t device_type,
+                                           int32_t device_index,
+                                           AtenTensorHandle* result);
 // The options may be null: those of `tensor`.
 int32_t aoti_torch_aten_new_empty(AtenTensorHandle tensor,
                                   const int64_t* sizes,
@@ -55,6 +65,7 @@ int32_t aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non
 
 int32_t aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);
 int32_t aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);  // borrowed
+int32_t aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);  // borrowed
 int32_t aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
 int32_t aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
 int32_t aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* is_contiguous);

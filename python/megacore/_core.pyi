@@ -686,16 +686,6 @@ def plan_capture(
     output_signature: Sequence[int],
     reuse: str,
 ) -> CapturePlan: ...
-def weak_tensor_capsule(
-    data: int,
-    *,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dtype_code: int,
-    dtype_bits: int,
-    device_type: int,
-    device_id: int,
-) -> object: ...
 
 # ---- moe kernels ---------------------------------------------------------------------------------
 # The arguments of a grouped product on a GPU, see cpp/include/megacore/moe/grouped_arguments.h.

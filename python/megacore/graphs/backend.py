@@ -301,7 +301,7 @@ class CudaBackend(GraphBackend):
 
 
 def _weak(tensor: Tensor) -> Tensor:
-    with suppress(ValueError):  # dtypes without a DLPack code keep their owning tensor
+    with suppress(ValueError):  # such tensors stay owners
         return weak_tensor(tensor)
     return tensor
 

@@ -10,24 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacore import _core
 from megacore.graphs.errors import ReplayError
+from megacore.ops.register import compiled
 from megacore.ops.split_backward import DeferredWeightGrads
-
-# DLPack codes of dtype kinds and devices.
-_DTYPE_CODES = {
-    torch.float16: 2,
-    torch.float32: 2,
-    torch.float64: 2,
-    torch.bfloat16: 4,
-    torch.int8: 0,
-    torch.int16: 0,
-    torch.int32: 0,
-    torch.int64: 0,
-    torch.uint8: 1,
-    torch.bool: 6,
-}
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +135,7 @@ def weak_tensor(tensor: Tensor) -> Tensor:
     pool of a captured graph, guarantees its contents. The result has no autograd history.
 
     Raises:
-        ValueError: If the dtype or device is not supported.
+        ValueError: If the device, the layout or a lazy conjugation is not supported.
 
     Example:
         >>> owner = torch.arange(6.0).view(2, 3).t()
@@ -158,24 +143,24 @@ def weak_tensor(tensor: Tensor) -> Tensor:
         >>> weak.data_ptr() == owner.data_ptr(), weak.stride()
         (True, (1, 3))
     """
-    code = _DTYPE_CODES.get(tensor.dtype)
-    device = _DEVICE_TYPES.get(tensor.device.type)
-    if code is None or device is None:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or is_lazy:
         raise ValueError(
-            f"no tensor without ownership can be made of {tensor.dtype} on {tensor.device}; "
-            f"dtypes: {', '.join(str(dtype) for dtype in _DTYPE_CODES)}; devices: cpu, cuda"
+            "no tensor without ownership can be made of a tensor with layout "
+            f"{tensor.layout}{', lazily conjugated,' if is_lazy else ''} on {tensor.device}; "
+            "layouts: strided; devices: cpu, cuda"
         )
-    capsule = _core.weak_tensor_capsule(
-        tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        strides=tensor.stride(),
-        dtype_code=code,
-        dtype_bits=8 * tensor.dtype.itemsize,
-        device_type=device,
-        device_id=tensor.device.index or 0,
-    )
-    made: Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    made: Tensor = _weak_tensor(tensor)
     return made
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+_weak_tensor = compiled("weak_tensor(Tensor tensor) -> Tensor", _fake)
 
 
 class KeptTensors:
