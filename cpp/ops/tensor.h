@@ -3,8 +3,9 @@
 //   std::tuple<Tensor, Tensor> halves(Tensor x, std::optional<Tensor> scale, double factor);
 //
 // is registered as kernel_of<halves>, whose arguments and results must be those of the schema in
-// Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool. Operations run
-// without the GIL. New memory comes from cpu.h, or for GPUs from cuda/ops/device.h.
+// Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool, and a struct
+// for several of them. Operations run without the GIL. New memory comes from cpu.h, or for GPUs from
+// cuda/ops/device.h.
 
 #pragma once
 
