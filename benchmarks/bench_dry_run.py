@@ -30,9 +30,10 @@ from megatrain.dry_run import StepTracker, dry_run, measure_steps
 
 def changed(world_size: int, changes: Mapping[str, Any]) -> ResolvedConfig:
     """Return the configuration of a layout, whose ranks share no memory, as those of GPUs."""
-    config = configuration(world_size, changes)
-    debug = config.debug.model_copy(update={"host_memory": False, "static_transport": "collective"})
-    return config.model_copy(update={"debug": debug})
+    apart = {"host_memory": False, "static_transport": "collective"}
+    if changes.get("moe", {}).get("dispatcher") != "static":
+        del apart["static_transport"]
+    return configuration(world_size, {**changes, "debug": {**changes.get("debug", {}), **apart}})
 
 
 def proportional_bytes() -> int:

@@ -144,7 +144,7 @@ class _NoReading(TorchFunctionMode):
 def _numbers(args: Any) -> Iterator[Any]:
     for value in args:
         if isinstance(value, (int, float)):
-            yield value
+            yield value if value == value else "nan"  # which is not equal to itself
         elif isinstance(value, (list, tuple)):
             yield from _numbers(value)
 

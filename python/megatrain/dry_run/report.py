@@ -9,7 +9,7 @@ from megatrain.dry_run.run import CudaCheck, DryRun, StepCosts
 from megatrain.plan.footprint import memory_text
 
 # Phases of a step, in order; the others are between them.
-_PHASES = ("build", "forward", "backward", "grad_reduce", "optimizer", "param_gather")
+_PHASES = ("build", "passes", "forward", "backward", "grad_reduce", "optimizer", "param_gather")
 _PASSES = ("forward", "backward")
 
 
@@ -23,6 +23,7 @@ def dry_run_text(found: DryRun) -> str:
     lines += _memory_lines(found, costs)
     lines += _operation_lines(costs)
     lines += _sync_lines(costs)
+    lines += [f"graphs      {note}" for note in costs.notes]
     lines += _group_lines(costs)
     lines.append(
         f"start       {costs.build_s:.1f} s to build the rank here, without drawing weights; "
@@ -49,7 +50,7 @@ def _memory_lines(found: DryRun, costs: StepCosts) -> list[str]:
     peaks = [
         f"{phase.replace('_', ' ')} {memory_text(costs.peak_bytes[phase])}"
         for phase in _PHASES
-        if phase in costs.peak_bytes
+        if phase in costs.peak_bytes and (phase != "passes" or "forward" not in costs.peak_bytes)
     ]
     lines = [f"memory      at most {memory_text(costs.most_bytes)} of tensors: {', '.join(peaks)}"]
     if found.predicted:
@@ -70,8 +71,10 @@ def _operation_lines(costs: StepCosts) -> list[str]:
     by_layer: defaultdict[str, dict[str, int]] = defaultdict(dict)
     num_outside = 0
     for (phase, layer), number in costs.operations.items():
-        if phase in _PASSES:
-            by_layer[layer][phase] = round(number / costs.num_microbatches)
+        if phase in ("passes", *_PASSES):  # the passes of a graph are not divided
+            phase = "forward" if phase == "passes" else phase
+            of_layer = by_layer[layer]
+            of_layer[phase] = of_layer.get(phase, 0) + round(number / costs.num_microbatches)
         else:
             num_outside += number
     alike: defaultdict[int, list[str]] = defaultdict(list)

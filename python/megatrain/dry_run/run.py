@@ -7,12 +7,14 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from megacore.host_values import HostRead, short_place
 from megacore.parallel.process_groups import Group
 from megatrain.config import ResolvedConfig
+from megatrain.config.base import Section
 from megatrain.dry_run.fake_cuda import CAPABILITIES, fake_cuda
 from megatrain.dry_run.tracker import (
     BUILD,
@@ -28,6 +30,7 @@ from megatrain.plan.compare_run import predicted_tensors
 from megatrain.plan.layout import make_topology
 from megatrain.train.trainer import Trainer, build_trainer
 
+S = TypeVar("S", bound=Section)
 # The first step also makes what later ones keep. With graphs the second one is captured.
 NUM_STEPS = 2
 
@@ -46,6 +49,8 @@ class StepCosts:
         groups: Ranks of each process group of more than one rank.
         num_communicators: Distinct groups of more than one rank.
         num_microbatches: Microbatches of the step.
+        num_graphs: Graphs that were captured, emulated.
+        notes: Notes on their capture.
     """
 
     build_s: float
@@ -57,6 +62,8 @@ class StepCosts:
     groups: Mapping[str, int]
     num_communicators: int
     num_microbatches: int
+    num_graphs: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def most_bytes(self) -> int:
@@ -173,13 +180,15 @@ def measure_steps(
         )
         built = time.perf_counter()
         tracker.name_params(_named_tensors(trainer))
-        recorder = TrackedActions(trainer.groups.rank, tracker)
+        graphs, recorder = trainer.graphs, TrackedActions(trainer.groups.rank, tracker)
+        # A graph of all passes cannot record actions.
+        is_whole = config.graphs.mode.startswith("full")
         build_peak = tracker.peak_bytes[BUILD]
         with tracker.phase(OUTSIDE):
-            for step in range(NUM_STEPS if trainer.graphs is None else NUM_STEPS + 1):
+            for step in range(NUM_STEPS if graphs is None else NUM_STEPS + 1):
                 tracker.clear()
                 started = time.perf_counter()
-                trainer.train_step(step, recorder=recorder)
+                trainer.train_step(step, recorder=None if is_whole else recorder)
     end = time.perf_counter()
     handles = {id(group.handle) for group in _groups(trainer) if group.handle is not None}
     return StepCosts(
@@ -192,6 +201,8 @@ def measure_steps(
         groups={group.name: group.size for group in _groups(trainer) if group.size > 1},
         num_communicators=len(handles),
         num_microbatches=trainer.eager.num_microbatches,
+        num_graphs=0 if graphs is None or graphs.measured is None else graphs.measured.num_graphs,
+        notes=() if graphs is None else tuple(graphs.take_notes()),
     )
 
 
@@ -199,9 +210,11 @@ def check_cuda(config: ResolvedConfig, world_size: int, rank: int, device: str) 
     """Build a rank on CUDA tensors without values, and run its forward passes and an update."""
     tracker, error = StepTracker("cuda"), None
     # Forward passes are those of a validation. Graphs would need the kernels of a GPU.
-    train = config.train.model_copy(update={"eval_steps": 1})
-    graphs = config.graphs.model_copy(update={"mode": "off"})
-    config = config.model_copy(update={"train": train, "graphs": graphs})
+    config = changed_section(
+        config,
+        train=changed_section(config.train, eval_steps=1),
+        graphs=changed_section(config.graphs, mode="off"),
+    )
     capability = CAPABILITIES[device]
     with fake_world(world_size, rank), fake_cuda(capability) as place:
         try:
@@ -260,5 +273,18 @@ def _groups(trainer: Trainer) -> list[Group]:
 
 def _for_dry_run(config: ResolvedConfig) -> ResolvedConfig:
     """Return the settings without files of routings, and with graphs from the second step on."""
-    changes = {"graph_warmup_steps": 1, "record_routing": None, "replay_routing": None}
-    return config.model_copy(update={"debug": config.debug.model_copy(update=changes)})
+    debug = changed_section(
+        config.debug, graph_warmup_steps=1, record_routing=None, replay_routing=None
+    )
+    return changed_section(config, debug=debug)
+
+
+def changed_section(section: S, **values: Any) -> S:
+    """Return a section with other values of some settings.
+
+    Raises:
+        ValueError: If it has no such setting.
+    """
+    if unknown := set(values) - set(type(section).model_fields):
+        raise ValueError(f"{type(section).__name__} has no setting {', '.join(sorted(unknown))}")
+    return section.model_copy(update=values)

@@ -102,6 +102,7 @@ def test_a_layout_runs_dry(name: str) -> None:
         assert found.error is None
         assert found.costs is not None
         assert not found.costs.syncs
+        assert bool(found.costs.num_graphs) == (config.graphs.mode != "off")
         assert {read.name for read in found.costs.reads} <= DOCUMENTED
 
 

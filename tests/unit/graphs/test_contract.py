@@ -326,3 +326,22 @@ def test_results_give_up_their_memory_behind_the_last_pass_that_reads_them() -> 
     watched = Watched()
     make_graphed_callables(linear(), (x_of(),), order=ORDER, backend=watched)
     assert watched.disowned == []
+
+
+# ---- numbers of the code -------------------------------------------------------------------------
+
+
+class Marks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1e9, float("nan"), x * self.weight)
+
+
+def test_nan_in_the_code_is_the_same_number_in_every_replay() -> None:
+    module = graphed(Marks())
+    for _ in range(3):
+        x = x_of()
+        assert torch.equal(module(x), x)
