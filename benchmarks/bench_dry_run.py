@@ -30,10 +30,10 @@ from megatrain.dry_run import StepTracker, dry_run, measure_steps
 
 def changed(world_size: int, changes: Mapping[str, Any]) -> ResolvedConfig:
     """Return the configuration of a layout, whose ranks share no memory, as those of GPUs."""
-    apart = {"host_memory": False, "static_transport": "collective"}
-    if changes.get("moe", {}).get("dispatcher") != "static":
-        del apart["static_transport"]
-    return configuration(world_size, {**changes, "debug": {**changes.get("debug", {}), **apart}})
+    apart = {**changes, "run": {**changes.get("run", {}), "host_memory": False}}
+    if changes.get("moe", {}).get("dispatcher") == "static":
+        apart["moe"] = {**changes["moe"], "static_transport": "collective"}
+    return configuration(world_size, apart)
 
 
 def proportional_bytes() -> int:

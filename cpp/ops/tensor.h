@@ -4,8 +4,8 @@
 //
 // is registered as kernel_of<halves>, whose arguments and results must be those of the schema in
 // Python: Tensor, Tensor? and float here, int64_t for int and SymInt, bool for bool, and a struct
-// for several of them. Operations run without the GIL. New memory comes from cpu.h, or for GPUs from
-// cuda/ops/device.h.
+// for several of them. Operations run without the GIL. New memory comes from cpu.h, or for GPUs
+// from cuda/ops/device.h.
 
 #pragma once
 

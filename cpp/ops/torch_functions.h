@@ -64,7 +64,7 @@ int32_t aoti_torch_aten_new_empty(AtenTensorHandle tensor,
 int32_t aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking);
 
 int32_t aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);
-int32_t aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);  // borrowed
+int32_t aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);      // borrowed
 int32_t aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);  // borrowed
 int32_t aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
 int32_t aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);

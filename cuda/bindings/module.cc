@@ -11,6 +11,7 @@
 #include "megacore/cuda/grouped_gemm.h"
 #include "megacore/cuda/peer_exchange.h"
 #include "megacore/cuda/permutation.h"
+#include "megacore/cuda/plan_offload.h"
 #include "megacore/cuda/router.h"
 #include "megacore/cuda/topk.h"
 
@@ -73,4 +74,13 @@ PYBIND11_MODULE(_cuda, module) {
              pybind11::arg("num_tokens"), pybind11::arg("num_choices"),
              pybind11::arg("num_experts"));
   set_limits(module);
+  module.def(
+      "plan_offload_bytes",
+      [](int64_t num_ranks, int64_t num_experts, int64_t num_spare_slots) {
+        return megacore::cuda::plan_offload_bytes({.num_ranks = num_ranks,
+                                                   .num_experts = num_experts,
+                                                   .num_spare_slots = num_spare_slots});
+      },
+      pybind11::kw_only(), pybind11::arg("num_ranks"), pybind11::arg("num_experts"),
+      pybind11::arg("num_spare_slots"));
 }

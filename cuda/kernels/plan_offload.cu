@@ -15,8 +15,6 @@ using moe::PlanShape;
 
 constexpr int kThreads = 384;  // with more, registers would have to be spilled
 constexpr int64_t kMostRuns = kThreads / kWarp;
-// Of the 227 KiB that a block of these devices may have.
-constexpr int64_t kMaxSharedBytes = 224 * 1024;
 
 struct DeviceWarp {
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -79,10 +77,20 @@ int64_t bytes_for(const PlanShape& shape, int64_t num_runs) {
   return PlanMemory::words(shape, num_runs) * static_cast<int64_t>(sizeof(int64_t));
 }
 
+// Shared memory that a block of the current device may have: 227 KiB for capability 9.0, 163 for
+// 8.0, 99 for 8.9 and 12.0.
+int64_t shared_bytes_of_block() {
+  int index = 0, bytes = 0;
+  check(cudaGetDevice(&index), "asking for the current device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+        "asking for the shared memory of a block");
+  return bytes;
+}
+
 // As many runs at a time as there is memory for, but all rules at least.
-int64_t runs_for(const PlanShape& shape) {
+int64_t runs_for(const PlanShape& shape, int64_t shared_bytes) {
   int64_t num_runs = kMostRuns;
-  while (num_runs > moe::kNumRules && bytes_for(shape, num_runs) > kMaxSharedBytes) {
+  while (num_runs > moe::kNumRules && bytes_for(shape, num_runs) > shared_bytes) {
     num_runs = num_runs > 2 * moe::kNumRules ? num_runs / 2 : moe::kNumRules;
   }
   return num_runs;
@@ -96,16 +104,19 @@ void require_shape(const PlanShape& shape) {
 
 }  // namespace
 
+int64_t plan_offload_bytes(const PlanShape& shape) { return bytes_for(shape, moe::kNumRules); }
+
 void plan_offload(const PlanOffloadParams& params, cudaStream_t stream) {
   const PlanShape& shape = params.shape;
   require_shape(shape);
   moe::require_spec(params.spec, shape.num_ranks);
-  const int64_t num_runs = runs_for(shape);
+  const int64_t shared_bytes = shared_bytes_of_block();
+  const int64_t num_runs = runs_for(shape, shared_bytes);
   const int64_t bytes = bytes_for(shape, num_runs);
-  MC_REQUIRE(bytes <= kMaxSharedBytes,
+  MC_REQUIRE(bytes <= shared_bytes,
              "a plan for {} ranks, {} experts and {} spare slots takes {} bytes; the device "
              "planner has {}: plan on the CPU, or with fewer slots",
-             shape.num_ranks, shape.num_experts, shape.num_spare_slots, bytes, kMaxSharedBytes);
+             shape.num_ranks, shape.num_experts, shape.num_spare_slots, bytes, shared_bytes);
   check(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(bytes)),
         "asking for {} bytes of shared memory", bytes);

@@ -64,7 +64,7 @@ cuda::PeerTensor tensor_of(const Tensor& rows,
   const int32_t dtype = rows.dtype();
   MC_REQUIRE(dtype == kDTypes.float32 || dtype == kDTypes.bfloat16 || dtype == kDTypes.float16,
              "rows must be float32, bfloat16 or float16 to travel through memory of peers; convert "
-             "them, or set debug.static_transport = collective");
+             "them, or set moe.static_transport = collective");
   MC_REQUIRE(rows.dim() == 2 && rows.is_contiguous(), "rows must be (M, H), contiguous, got {}",
              shape_text(rows));
   MC_REQUIRE(!probs || (probs->dtype() == kDTypes.float32 && probs->is_contiguous() &&

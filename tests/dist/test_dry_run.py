@@ -18,7 +18,7 @@ BASE: dict[str, dict[str, Any]] = {
     "model": {**FOUR_LAYERS, "hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 128},
     "train": {"steps": 4, "microbatch_size": 2, "global_batch_size": 16},
     # Groups of other hosts and of GPUs have no memory in common.
-    "debug": {"host_memory": False},
+    "run": {"host_memory": False},
 }
 # A dry run has balanced experts.
 EXPERTS = {
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 zb_v": (2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"}),
     "ep2": (2, EP2),
     "ep2 allgather": (2, {**EP2, "moe.dispatcher": "allgather"}),
-    "ep2 static": (2, {**EP2, "moe.dispatcher": "static", "debug.static_transport": "collective"}),
+    "ep2 static": (2, {**EP2, "moe.dispatcher": "static", "moe.static_transport": "collective"}),
     "ep2 pp2, in turns": (4, {**EP2, "parallel.pp": 2, "pipeline.overlap_moe": True}),
     "tp2 pp2, recomputed": (4, {"parallel.tp": 2, "parallel.pp": 2, "train.recompute": ["full"]}),
 }

@@ -95,10 +95,12 @@ class DeviceFacts:
         capability: Compute capability.
         driver: Newest CUDA version that the driver supports, such as 12080 for 12.8; ``None`` if
             it is not known.
+        shared_bytes: Shared memory that a block may have; ``None`` if it is not known.
     """
 
     capability: tuple[int, int]
     driver: int | None = None
+    shared_bytes: int | None = None
 
 
 _ASSUMED: ContextVar[DeviceFacts | None] = ContextVar("assumed", default=None)
@@ -123,7 +125,12 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if assumed is not None:
         return assumed
     driver = None if _CUDA is None else _CUDA.driver_version() or None
-    return DeviceFacts(capability=torch.cuda.get_device_capability(device), driver=driver)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        capability=(properties.major, properties.minor),
+        driver=driver,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", None),
+    )
 
 
 @functools.cache

@@ -268,15 +268,15 @@ def _named_tensors(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
 
 
 def _groups(trainer: Trainer) -> list[Group]:
-    return [each for each in vars(trainer.groups).values() if isinstance(each, Group)]
+    groups = [each for each in vars(trainer.groups).values() if isinstance(each, Group)]
+    return groups + list((trainer.groups.pp_channels or {}).values())
 
 
 def _for_dry_run(config: ResolvedConfig) -> ResolvedConfig:
     """Return the settings without files of routings, and with graphs from the second step on."""
-    debug = changed_section(
-        config.debug, graph_warmup_steps=1, record_routing=None, replay_routing=None
-    )
-    return changed_section(config, debug=debug)
+    debug = changed_section(config.debug, record_routing=None, replay_routing=None)
+    graphs = changed_section(config.graphs, warmup_steps=1)
+    return changed_section(config, debug=debug, graphs=graphs)
 
 
 def changed_section(section: S, **values: Any) -> S:

@@ -18,7 +18,7 @@ def config_for(model: ModelConfig, *, pp: int, num_chunks: int = 1, **pipeline: 
         model=model,
         parallel=ParallelConfig(pp=pp),
         pipeline=PipelineConfig(num_chunks=num_chunks, **pipeline),
-        train=TrainSectionConfig(seed=1234),
+        train=TrainSectionConfig(seed=1234, dtype="float32"),
     )
 
 

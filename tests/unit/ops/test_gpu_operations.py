@@ -17,15 +17,18 @@ from torch import Tensor
 from megacore.ops import gemm_cuda
 from tests.unit.ops.test_compiled import OPS, arguments_of, strided_arguments, without_times
 
-LIBRARY = Path(__file__).parents[3] / "build/cpu/tests/cpp/libemulated_operations.so"
+ROOT = Path(__file__).parents[3]
+LIBRARY = ROOT / "build/cpu/tests/cpp/libemulated_operations.so"
+SOURCES = ("cuda/**/*.c*", "cuda/**/*.h", "cpp/ops/*", "tests/cpp/emulated/**/*")
 NAMES = sorted(set(arguments_of()) - {"grouped_product"})
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def define_emulated(names: Iterable[str]) -> Iterator[Any]:
     """Yield the namespace of operations on emulated kernels."""
-    if not LIBRARY.exists():
-        pytest.skip("the emulated kernels are not compiled; make test-cpp compiles them")
+    compiled_at = LIBRARY.stat().st_mtime if LIBRARY.exists() else 0.0
+    if any(path.stat().st_mtime > compiled_at for glob in SOURCES for path in ROOT.glob(glob)):
+        pytest.skip("the emulated kernels are not compiled as they are now; see make test-cpp")
     library = torch.library.Library("megacore_emulated", "DEF")  # type: ignore[no-untyped-call]
     for name in names:
         schema = str(getattr(OPS, f"_{name}").default._schema).removeprefix("megacore::")

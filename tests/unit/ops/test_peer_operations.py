@@ -131,7 +131,7 @@ def test_rows_that_do_not_fit_are_refused(emulated: Any) -> None:
         emulated._peer_start_push(rows, probs, row_map, *members.members[0], 0, K, capacity)
 
     for arguments, message in (
-        ((tokens.double(), None, maps[0]), "rows must be float32, .* debug.static_transport"),
+        ((tokens.double(), None, maps[0]), "rows must be float32, .* moe.static_transport"),
         ((tokens[:, ::2], None, maps[0]), r"rows must be \(M, H\), contiguous, got \(5, 4\)"),
         ((tokens, torch.ones(T), maps[0]), "probs must have 2 float32 numbers per row"),
         ((tokens, None, maps[0][1:]), r"row_map must be \(5, 2 r\) int64, contiguous, got \(4, 2"),

@@ -18,6 +18,9 @@ struct PlanOffloadParams {
   int64_t* elapsed_ns = nullptr;    // (1) written: how long the block has worked
 };
 
+// Shared memory that a plan needs at least.
+int64_t plan_offload_bytes(const moe::PlanShape& shape);
+
 // Bit for bit the plan of moe::plan_offload. Bad counts cannot be reported by an exception: the
 // summary says so, and the plan has no clones. Neither allocates nor waits.
 // Throws std::invalid_argument where an option is out of range or the problem too large for the

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megacore import _core, host_values
 from megacore.moe.echo.plan import OffloadPlan, plan_offload, require_options
+from megacore.ops.cuda_module import cuda_kernels, device_facts
 from megacore.ops.register import define_compiled, describe
 
 
@@ -151,8 +152,19 @@ def plan_offload_on_device(
 
 
 def _plan_on_host(counts: Tensor, *options: int) -> tuple[Tensor, ...]:
-    """Plan on the CPU, where there are no CUDA kernels."""
+    """Plan on the CPU, where there are no CUDA kernels or a block has too little memory."""
     return tuple(each.to(counts.device) for each in _plan_offload(counts.cpu(), *options))
+
+
+def _cuda_fits(counts: Tensor, num_spare_slots: int, *options: int) -> bool:
+    """Return whether a block of the GPU has the memory for a plan."""
+    del options
+    available = device_facts(counts.device).shared_bytes
+    num_ranks, num_experts = counts.shape
+    needed: int = cuda_kernels().plan_offload_bytes(
+        num_ranks=num_ranks, num_experts=num_experts, num_spare_slots=num_spare_slots
+    )
+    return available is None or needed <= available
 
 
 def _plan_fake(counts: Tensor, num_spare_slots: int, *options: int) -> tuple[Tensor, ...]:
@@ -172,6 +184,7 @@ _plan_offload = define_compiled(
     "plan_offload(Tensor counts, SymInt num_spare_slots, bool is_balanced, int tolerance,"
     " int min_imbalance, int domain_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_plan_on_host,
+    cuda_fits=_cuda_fits,
     dtypes=(torch.int64,),
     fake=_plan_fake,
 )

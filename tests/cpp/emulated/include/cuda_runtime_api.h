@@ -43,14 +43,17 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
-  cudaDevAttrComputeCapabilityMinor
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 2
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+                                                                  : 0;
   return cudaSuccess;
 }
 
