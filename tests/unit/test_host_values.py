@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacore import host_values
 from megacore.host_values import HostRead
+
+ROOT = Path(__file__).parents[2]
+
+
+def names_of_reads() -> Iterator[str]:
+    """Names that calls in the source give, also by a variable."""
+    for path in sorted(ROOT.glob("python/mega*/**/*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "host_values." in text else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "host_values.read",
+                "host_values.to_host",
+            ):
+                name = node.args[1]
+                if isinstance(name, ast.Name):
+                    name = next(
+                        each.value
+                        for each in ast.walk(ast.parse(text))
+                        if isinstance(each, ast.Assign)
+                        and ast.unparse(each.targets[0]) == name.id
+                        and isinstance(each.value, ast.Constant)
+                    )
+                assert isinstance(name, ast.Constant), ast.unparse(node)
+                yield str(name.value)
+
+
+def test_every_read_of_the_source_is_documented() -> None:
+    page = (ROOT / "docs" / "dry-run.md").read_text(encoding="utf-8")
+    table = page[page.index("## Reads of device values") : page.index("## What it finds")]
+    found = set(names_of_reads())
+    assert len(found) > 8
+    assert {name for name in found if f"`{name}`" not in table} == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool, torch.bfloat16])

@@ -29,6 +29,7 @@ from megatrain.dry_run.world import fake_world, same_data
 from megatrain.plan.compare_run import predicted_tensors
 from megatrain.plan.layout import make_topology
 from megatrain.train.trainer import Trainer, build_trainer
+from megatrain.train.watch import RunWatch
 
 S = TypeVar("S", bound=Section)
 # The first step also makes what later ones keep. With graphs the second one is captured.
@@ -181,6 +182,7 @@ def measure_steps(
         built = time.perf_counter()
         tracker.name_params(_named_tensors(trainer))
         graphs, recorder = trainer.graphs, TrackedActions(trainer.groups.rank, tracker)
+        watch = RunWatch(trainer)
         # A graph of all passes cannot record actions.
         is_whole = config.graphs.mode.startswith("full")
         build_peak = tracker.peak_bytes[BUILD]
@@ -188,7 +190,9 @@ def measure_steps(
             for step in range(NUM_STEPS if graphs is None else NUM_STEPS + 1):
                 tracker.clear()
                 started = time.perf_counter()
-                trainer.train_step(step, recorder=None if is_whole else recorder)
+                watch.before_step(step)
+                metrics = trainer.train_step(step, recorder=None if is_whole else recorder)
+                watch.measure(step, metrics)
     end = time.perf_counter()
     handles = {id(group.handle) for group in _groups(trainer) if group.handle is not None}
     return StepCosts(
