@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megacore.buffers import make_buffers
+from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
 from megacore.errors import ConfigError, DataError
 from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, learning_rate
@@ -284,20 +284,7 @@ def build_trainer(
     data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
     num_params = _count_params(config, chunks, groups)
-    order = in_model_order(config.pipeline, groups.pp)
-    params = [param for number in order for param in chunks[number].param_infos()]
-    instances = HybridShardGroups.split(
-        groups,
-        config.optimizer.sharded_instances,
-        timeout_s=config.run.timeout_s,
-        host_memory=config.run.host_memory,
-    )
-    buffers = make_buffers(
-        params,
-        groups=groups,
-        options=config.optimizer.buffer_options(),
-        instances=instances,
-    )
+    buffers = _make_buffers(config, groups, chunks)
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     tokens_per_step = config.train.global_batch_size * config.model.seq_length
     clock = PhaseClock(device) if clock is None else clock
@@ -347,6 +334,23 @@ def build_trainer(
         calls=calls,
         first_bytes=first_bytes,
     )
+
+
+def _make_buffers(
+    config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
+) -> list[ParamGradBuffer]:
+    """Make the buffers of a rank's parameters; collective."""
+    order = in_model_order(config.pipeline, groups.pp)
+    params = [param for number in order for param in chunks[number].param_infos()]
+    optimizer = config.optimizer
+    instances = HybridShardGroups.split(
+        groups,
+        optimizer.sharded_instances,
+        timeout_s=config.run.timeout_s,
+        host_memory=config.run.host_memory,
+    )
+    options = optimizer.buffer_options()
+    return make_buffers(params, groups=groups, options=options, instances=instances)
 
 
 def _optimizer_options(optimizer: ResolvedOptimizerConfig, num_summed: int) -> OptimizerOptions:
