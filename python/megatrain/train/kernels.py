@@ -69,10 +69,25 @@ def _driver() -> str | None:
     return None if found is None else found[0]
 
 
-def kernel_notes(train: ResolvedTrainConfig, chunks: Sequence[Stage]) -> tuple[str, ...]:
-    """Return notes on products that this rank emulates."""
+def kernel_notes(
+    train: ResolvedTrainConfig, chunks: Sequence[Stage], *, device: torch.device
+) -> tuple[str, ...]:
+    """Return notes on products of this rank that are slower than they could be.
+
+    Args:
+        train: The ``[train]`` section.
+        chunks: Model chunks of this rank.
+        device: Device of the model.
+    """
     products = _fp8_products(train, chunks)
-    return () if products is None else products.notes(train.dtype)
+    matmul = torch.backends.cuda.matmul
+    notes = () if products is None else products.notes(train.dtype)
+    if device.type == "cuda" and train.dtype == "float32" and not matmul.allow_tf32:
+        notes += (
+            'products are in full float32; train.dtype = "bfloat16" is faster, and so is '
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which rounds their factors to TF32",
+        )
+    return notes
 
 
 def _fp8_products(train: ResolvedTrainConfig, chunks: Sequence[Stage]) -> Fp8Products | None:

@@ -225,7 +225,7 @@ class _Run:
                 + trainer.data.notes
                 + found.skipped
                 + notes
-                + kernel_notes(config.train, trainer.chunks),
+                + kernel_notes(config.train, trainer.chunks, device=trainer.device),
             )
 
     def _write_config(self, config: ResolvedConfig) -> None:
