@@ -1,4 +1,5 @@
-// Operations on CPU tensors; schemas, derivatives and references are in python/megacore/ops.
+// Operations on tensors of a module's device: CPUs in _ops (cpp/ops), GPUs in _cuda (cuda/ops).
+// Schemas, derivatives and references are in python/megacore/ops.
 
 #pragma once
 

@@ -221,7 +221,7 @@ def in_inference() -> bool:
 def define_gradient(
     op: Operation, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """Register the derivative of an operation made by :func:`define_op`.
+    """Register the derivative of an operation of :func:`define_op` or `define_compiled`.
 
     Args:
         op: The operation.

@@ -106,8 +106,8 @@ def plan_offload_on_device(
 
     Args:
         tokens_from_rank_to_expert: ``(R, E)``, int64; E a multiple of R.
-        num_spare_slots: k. R, E and k are limited by the shared memory of one block: 64 ranks, 512
-            experts and 16 slots fit.
+        num_spare_slots: k. On CUDA one block plans, if its shared memory is large enough for R, E
+            and k: on an H100, 64 ranks, 512 experts and 16 slots fit.
         planner: As for ``plan_offload``, like the arguments below.
         tolerance: Allowed excess over the average with the balanced planner, as a fraction of it.
         min_imbalance: Make no clones while max load over mean load is at most this.
@@ -118,12 +118,12 @@ def plan_offload_on_device(
         The plan, on the device of the counts.
 
     Raises:
-        ValueError: If the counts have another shape or dtype, an option is out of range, or the
-            problem is too large. For CPU tensors also if a count is invalid.
+        ValueError: If the counts have another shape or dtype, or an option is out of range. Where
+            the CPU plans, also if a count is invalid.
 
     Sync:
-        None on CUDA: one kernel on the current stream, which may be captured. In an installation
-        without CUDA kernels, CUDA tensors are copied to the CPU planner, which is a host sync.
+        None on CUDA: one kernel on the current stream, which may be captured. Without CUDA kernels,
+        or without the memory for them, CUDA tensors are copied to the CPU planner: a host sync.
 
     Example:
         >>> counts = torch.tensor([[30, 10], [50, 10]])
