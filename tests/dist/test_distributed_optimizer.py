@@ -14,7 +14,7 @@ from megacore.ops.optim import AdamWSettings, adamw_step_reference_
 from megacore.optim import DistributedOptimizer, StepResult
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.param_info import ParamInfo
-from megatrain.config import OptimizerConfig
+from megatrain.config import Config, OptimizerConfig, resolve
 from tests.support.clipping import clip_coefficient
 from tests.support.distributed import run_ranks
 
@@ -52,7 +52,8 @@ def backward(params: list[tuple[ParamInfo, nn.Parameter]], rank: int, step: int)
 def make_optimizer(
     params: list[tuple[ParamInfo, nn.Parameter]], groups: ProcessGroups, **fields: Any
 ) -> DistributedOptimizer:
-    config = OptimizerConfig(**{"clip_grad": 0.0, "bucket_numel": BUCKET_NUMEL, **fields})
+    section = OptimizerConfig(**{"clip_grad": 0.0, "bucket_numel": BUCKET_NUMEL, **fields})
+    config = resolve(Config(optimizer=section), 1, vocab_size=256, cuda=False).optimizer
     buffers = make_buffers(params, groups=groups, options=config.buffer_options())
     return DistributedOptimizer(buffers, groups=groups, options=config.options())
 
