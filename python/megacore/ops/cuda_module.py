@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -103,6 +104,9 @@ class DeviceFacts:
     shared_bytes: int | None = None
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_CACHES: list[functools._lru_cache_wrapper[Any]] = []
 _ASSUMED: ContextVar[DeviceFacts | None] = ContextVar("assumed", default=None)
 
 
@@ -110,15 +114,28 @@ _ASSUMED: ContextVar[DeviceFacts | None] = ContextVar("assumed", default=None)
 def assume_device(facts: DeviceFacts) -> Iterator[None]:
     """Answer questions on CUDA devices with ``facts``, for tensors of a device that is not here."""
     token = _ASSUMED.set(facts)
-    _forget()
+    forget_devices()
     try:
         yield
     finally:
         _ASSUMED.reset(token)
-        _forget()
+        forget_devices()
 
 
-@functools.cache
+def cached_on_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Cache a function whose results follow from its arguments, this build and a device's facts."""
+    cached = functools.cache(function)
+    _CACHES.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+def forget_devices() -> None:
+    """Empty the caches, because the build or a device is another one from now on."""
+    for cached in _CACHES:
+        cached.cache_clear()
+
+
+@cached_on_device
 def device_facts(device: torch.device) -> DeviceFacts:
     """Return the facts of a CUDA device, cached."""
     assumed = _ASSUMED.get()
@@ -133,7 +150,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     )
 
 
-@functools.cache
+@cached_on_device
 def kernel_obstacle(device: torch.device) -> str | None:
     """Return why our kernels do not run on a CUDA device, or ``None``; cached.
 
@@ -150,11 +167,6 @@ def kernel_obstacle(device: torch.device) -> str | None:
 def runs_kernels(device: torch.device) -> bool:
     """Return whether our kernels run on a CUDA device; see `kernel_obstacle`."""
     return kernel_obstacle(device) is None
-
-
-def _forget() -> None:
-    device_facts.cache_clear()
-    kernel_obstacle.cache_clear()
 
 
 def has_cuda_kernels() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,7 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.ops.cuda_module import WITHOUT_KERNELS, KernelBuild, device_facts, kernel_obstacle
+from megacore.ops.cuda_module import (
+    WITHOUT_KERNELS,
+    KernelBuild,
+    cached_on_device,
+    device_facts,
+    kernel_obstacle,
+)
 from megacore.ops.gemm_torch import has_grouped_mm
 from megacore.ops.register import compiled
 
@@ -87,7 +92,7 @@ def fp8_obstacle(
     return _fp8_obstacle(device, dtype, num_experts, out_features, in_features)
 
 
-@functools.cache
+@cached_on_device
 def _fp8_obstacle(
     device: torch.device, dtype: torch.dtype, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
@@ -142,7 +147,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-@functools.cache
+@cached_on_device
 def grouped_obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
 ) -> str | None:

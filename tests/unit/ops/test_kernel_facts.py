@@ -41,16 +41,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
             )
             monkeypatch.setattr(cuda_module, "_CUDA", module if build.archs else None)
             stack.enter_context(assume_device(DeviceFacts(capability=capability, driver=driver)))
-            empty()
             return torch.device("cuda", 0)
 
         yield become
-    empty()
-
-
-def empty() -> None:
-    gemm_cuda.grouped_obstacle.cache_clear()
-    gemm_cuda._fp8_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +122,15 @@ def test_operations_take_the_kernels_that_a_device_runs(device: Any, name: str) 
         assert runs_kernels(on) == runs
     assert runs_kernels(on) == runs  # told once
     assert (gemm_cuda.grouped_obstacle(on, 8, 64, 64) is None) == runs
+
+
+def test_answers_on_a_device_end_with_its_assumption(device: Any) -> None:
+    on, sizes = device(DEVICES["H100"], BOTH), (8, 64, 64)
+    assert gemm_cuda.grouped_obstacle(on, *sizes) is None
+    assert gemm_cuda.fp8_obstacle(on, torch.bfloat16, *sizes) is None
+    with assume_device(DeviceFacts(capability=DEVICES["B200"])):
+        assert "9.0 only" in str(gemm_cuda.fp8_obstacle(on, torch.bfloat16, *sizes))
+    assert gemm_cuda.fp8_obstacle(on, torch.bfloat16, *sizes) is None
 
 
 def test_a_build_without_kernels_warns_of_nothing(device: Any) -> None:
