@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "megacore/moe/activations.h"
 #include "tensor.h"
 
 namespace megacore::ops {
@@ -93,18 +94,15 @@ Tensor counter_dropout(Tensor x,
 
 // Activations of rows x (M, F), or (M, 2F) for swiglu, times a number per row; rows from
 // `num_rows`, an int64 scalar, on are neither read nor written.
-Tensor swiglu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
-Tensor gelu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
+template <moe::Activation kKind>
+Tensor activate(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows);
 
 // Gradients of x and, without elements if there are none, of the numbers per row.
-std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad,
-                                           Tensor x,
-                                           std::optional<Tensor> probs,
-                                           std::optional<Tensor> num_rows);
-std::tuple<Tensor, Tensor> gelu_backward(Tensor grad,
-                                         Tensor x,
-                                         std::optional<Tensor> probs,
-                                         std::optional<Tensor> num_rows);
+template <moe::Activation kKind>
+std::tuple<Tensor, Tensor> activate_backward(Tensor grad,
+                                             Tensor x,
+                                             std::optional<Tensor> probs,
+                                             std::optional<Tensor> num_rows);
 
 // Rows by expert of copies of tokens: row_map (T, k) holds the row of each copy, -1 for none.
 std::tuple<Tensor, Tensor> sort_by_expert(Tensor expert_of, int64_t num_experts);

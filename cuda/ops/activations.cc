@@ -4,9 +4,10 @@
 #include "operations.h"
 
 namespace megacore::ops {
-namespace {
 
-template <moe::Activation kKind>
+using moe::Activation;
+
+template <Activation kKind>
 Tensor activate(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows) {
   const moe::ActivationShape shape = checked_rows(kKind, x, probs, num_rows);
   const Device device(x, probs, num_rows);
@@ -25,7 +26,7 @@ Tensor activate(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num
   return y;
 }
 
-template <moe::Activation kKind>
+template <Activation kKind>
 std::tuple<Tensor, Tensor> activate_backward(Tensor grad,
                                              Tensor x,
                                              std::optional<Tensor> probs,
@@ -54,30 +55,15 @@ std::tuple<Tensor, Tensor> activate_backward(Tensor grad,
   return {std::move(grad_x), device.contiguous(std::move(grad_probs), probs_dtype)};
 }
 
-}  // namespace
-
-Tensor swiglu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows) {
-  return activate<moe::Activation::kSwiglu>(std::move(x), std::move(probs), std::move(num_rows));
-}
-
-Tensor gelu(Tensor x, std::optional<Tensor> probs, std::optional<Tensor> num_rows) {
-  return activate<moe::Activation::kGelu>(std::move(x), std::move(probs), std::move(num_rows));
-}
-
-std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad,
-                                           Tensor x,
-                                           std::optional<Tensor> probs,
-                                           std::optional<Tensor> num_rows) {
-  return activate_backward<moe::Activation::kSwiglu>(std::move(grad), std::move(x),
-                                                     std::move(probs), std::move(num_rows));
-}
-
-std::tuple<Tensor, Tensor> gelu_backward(Tensor grad,
-                                         Tensor x,
-                                         std::optional<Tensor> probs,
-                                         std::optional<Tensor> num_rows) {
-  return activate_backward<moe::Activation::kGelu>(std::move(grad), std::move(x), std::move(probs),
-                                                   std::move(num_rows));
-}
+template Tensor activate<Activation::kSwiglu>(Tensor, std::optional<Tensor>, std::optional<Tensor>);
+template Tensor activate<Activation::kGelu>(Tensor, std::optional<Tensor>, std::optional<Tensor>);
+template std::tuple<Tensor, Tensor> activate_backward<Activation::kSwiglu>(Tensor,
+                                                                           Tensor,
+                                                                           std::optional<Tensor>,
+                                                                           std::optional<Tensor>);
+template std::tuple<Tensor, Tensor> activate_backward<Activation::kGelu>(Tensor,
+                                                                         Tensor,
+                                                                         std::optional<Tensor>,
+                                                                         std::optional<Tensor>);
 
 }  // namespace megacore::ops

@@ -10,7 +10,8 @@ namespace megacore::ops {
 
 // Writes a grouped product into `out`; see cuda/grouped_gemm.h. `product`, `tile` and
 // `along_columns` are its enumerators and order of tiles. Weights (E, N, K) are `b`, or `out` in a
-// weight gradient. `num_rows` is M, which the shape of transposed 8-bit columns does not tell.
+// weight gradient. `num_rows` is M, which does not follow from the shape of transposed 8-bit
+// columns.
 void grouped_gemm_(Tensor a,
                    Tensor b,
                    std::optional<Tensor> m_splits,

@@ -32,10 +32,11 @@ cuda::GroupedType type_of(const char* name, const Tensor& tensor) {
 // An optional vector with an entry per expert.
 void check_entries(const char* name,
                    const std::optional<Tensor>& entries,
+                   const char* kind,
                    int32_t dtype,
                    int64_t num_experts) {
   MC_REQUIRE(!entries || (entries->dtype() == dtype && entries->numel() == num_experts),
-             "{} must have {} entries of its dtype, got {}", name, num_experts,
+             "{} must have {} {} entries, one per expert, got {}", name, num_experts, kind,
              shape_text(*entries));
 }
 
@@ -61,8 +62,8 @@ void grouped_gemm_(Tensor a,
   MC_REQUIRE(w.dim() == 3, "weights must be (E, N, K), got {}", shape_text(w));
   MC_REQUIRE(out.is_contiguous(), "out must be contiguous");
   const int64_t num_experts = w.size(0), out_features = w.size(1), in_features = w.size(2);
-  check_entries("m_splits", m_splits, kDTypes.int64, num_experts);
-  check_entries("mask", mask, kDTypes.boolean, num_experts);
+  check_entries("m_splits", m_splits, "int64", kDTypes.int64, num_experts);
+  check_entries("mask", mask, "bool", kDTypes.boolean, num_experts);
   check_scalar("first_row", first_row);
   const Device device(out, a, b, m_splits, a_scale, b_scale, mask, first_row);
   a = device.aligned(std::move(a));

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacore.ops import cuda_module, register
+from tests.unit.ops.test_gpu_operations import FLOATS, gpu_arguments
 
 FOLDER = Path(register.__file__).parents[1]
 MODULES = (
@@ -27,9 +28,6 @@ MODULES = (
     *("ops/routing.py", "ops/topk.py", "ops/optim.py"),
     *("moe/echo/device_plan.py", "moe/echo/reroute.py"),
 )
-# T tokens, E experts, k choices, H features, R ranks.
-T, E, K, H, R = 6, 4, 2, 128, 2
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernels:
@@ -95,67 +93,18 @@ def gpu_implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., A
 IMPLEMENTATIONS = gpu_implementations()
 
 
-def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
+# Before fake tensors are on, which no generator fills.
+ARGUMENTS = {
+    (name, dtype): gpu_arguments(name, dtype) for name in IMPLEMENTATIONS for dtype in FLOATS
+}
 
 
-def ids(*shape: int) -> Tensor:
-    return on_gpu(*shape, dtype=torch.int64)
-
-
-def numbers(*shape: int) -> Tensor:
-    return on_gpu(*shape, dtype=torch.float64)
-
-
-def examples(x: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Return arguments of each operation; ``x`` makes a tensor of the dtype to be tested."""
-    rotary = on_gpu(T, 16), on_gpu(T, 16)
-    heads = x(T, 1, 2, 2 * 32), x(T, 1, 1, 32), x(T, 1, 1, 32)
-    norms = x(32), x(32)
-    rule = 1, False, False, True, 1.0
-    plan = ids(R, K), ids(R, R, K), ids(R), ids(5), ids(1), ids(E + R * K), E
-    return {
-        "swiglu": (x(T, 2 * H), on_gpu(T), ids()),
-        "swiglu_backward": (x(T, H), x(T, 2 * H), on_gpu(T), None),
-        "gelu": (x(T, H), None, None),
-        "gelu_backward": (x(T, H), x(T, H), None, ids()),
-        "rms_norm": (x(T, H), x(H), 1e-6),
-        "add_rms_norm": (x(T, H), x(T, H), x(H), 1e-6),
-        "rms_norm_backward": (x(T, H), x(T, H), x(H), on_gpu(T, 1), True, True, x(T, H)),
-        "counter_dropout": (x(T, 1, H), ids(1), ids(T), ids(), 0, 0.5),
-        "sort_by_expert": (ids(T, K), E),
-        "permute": (x(T, H), ids(T, K), T * K, on_gpu(T, K)),
-        "permute_both": (x(T, H), on_gpu(T, K), ids(T, K), T * K),
-        "unpermute_both": (x(T * K, H), on_gpu(T * K), ids(T, K)),
-        "unpermute": (x(T * K, H), ids(T, K), None),
-        "row_dots": (x(T, H), x(T * K, H), ids(T, K)),
-        "quantize_rows": (x(T, H), ids()),
-        "quantize_columns": (x(T, H), ids(E), True),
-        "quantize_blocks": (x(E, T, H), False),
-        "split_and_rotate": (x(T, 1, 1, 4 * 32), *rotary, 32),
-        "split_and_rotate_backward": (*heads, *rotary),
-        "norm_and_rotate": (x(T, 1, 1, 4 * 32), *norms, *rotary, 32, 1e-6),
-        "norm_and_rotate_backward": (
-            *(*heads, x(T, 1, 1, 4 * 32), *norms, on_gpu(T, 1, 1, 3), *rotary),
-            *(True, True),
-        ),
-        "top_k": (x(T, E), K),
-        "route": (on_gpu(T, E), None, None, ids(E), K, *rule, True, 0.1, 0.1),
-        "route_backward": (
-            *(on_gpu(T, K), on_gpu(T, E), ids(T, K), on_gpu(1, E), on_gpu(), None),
-            *(*rule, 0.1, 0.0),
-        ),
-        "adamw_step_": (
-            *(on_gpu(T), on_gpu(T), on_gpu(T), on_gpu(T), on_gpu(T, dtype=torch.bfloat16)),
-            *(numbers(6), 0.1, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.1, 1.0),
-        ),
-        "decide_step_": (numbers(4), numbers(3), numbers(6), 0.9, 0.99, 1.0, 0.0, 0.0),
-        "sum_of_squares": (x(T, H),),
-        "plan_offload": (ids(R, E), K, True, 0, 10**6, 0),
-        "count_plan_": (numbers(8), *plan),
-        "count_held_": (numbers(8), ids(R, K), 0, 2, 100),
-        "reroute": (ids(T, K), ids(E), ids(E), ids(R, K), ids(R, K)),
-    }
+def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Return the arguments of an operation, on a GPU."""
+    return [
+        torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
+        for x in ARGUMENTS[name, dtype]
+    ]
 
 
 def shapes(results: Any) -> list[tuple[Any, ...]]:
@@ -164,17 +113,12 @@ def shapes(results: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_every_operation_has_an_example() -> None:
-    assert set(IMPLEMENTATIONS) == set(examples(on_gpu))
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
 def test_the_kernel_is_called(name: str, dtype: torch.dtype) -> None:
     COMPILED.clear()
     implementation, fake = IMPLEMENTATIONS[name]
-    args = examples(lambda *shape: on_gpu(*shape, dtype=dtype))[name]
+    args = on_gpu(name, dtype)
     results = implementation(*args)
     assert [name] == COMPILED, "the operation was computed by torch operations"
     assert shapes(results) == shapes(fake(*args))
@@ -184,9 +128,9 @@ def test_the_kernel_is_called(name: str, dtype: torch.dtype) -> None:
 def test_other_dtypes_go_to_torch_operations() -> None:
     implementation, _ = IMPLEMENTATIONS["permute"]
     # On a CPU device, as torch without CUDA cannot index a fake tensor of a GPU.
-    tokens, row_map = torch.empty(T, H, dtype=torch.float64), torch.zeros(T, K, dtype=torch.int64)
+    tokens, row_map = torch.empty(6, 8, dtype=torch.float64), torch.zeros(6, 2, dtype=torch.int64)
     COMPILED.clear()
-    assert implementation(tokens, row_map, T * K, None).shape == (T * K, H)
+    assert implementation(tokens, row_map, 12, None).shape == (12, 8)
     assert COMPILED == []
 
 
@@ -194,7 +138,7 @@ def test_other_dtypes_go_to_torch_operations() -> None:
 def test_a_device_that_runs_no_kernel_takes_torch_operations() -> None:
     COMPILED.clear()
     implementation, fake = IMPLEMENTATIONS["rms_norm"]
-    args = examples(on_gpu)["rms_norm"]
+    args = on_gpu("rms_norm")
     a100 = cuda_module.DeviceFacts(capability=(8, 0))
     with cuda_module.assume_device(a100), pytest.warns(UserWarning, match="the device is sm_80"):
         results = implementation(*args)
