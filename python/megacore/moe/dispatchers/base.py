@@ -356,12 +356,12 @@ def balanced_rows(num_copies: int, placement: ExpertPlacement) -> tuple[list[int
         ([6], [6])
     """
     each, rest = divmod(num_copies, placement.ep_size)
-    of_part = [each + (part < rest) for part in range(placement.ep_size)]
+    of_position = [each + (position < rest) for position in range(placement.ep_size)]
     sent = [0] * placement.group.size
-    for part, members in enumerate(placement.members):
+    for position, members in enumerate(placement.members):
         for member in members:
-            sent[member] = of_part[part]
-    return sent, [of_part[placement.ep_position]] * placement.group.size
+            sent[member] = of_position[position]
+    return sent, [of_position[placement.ep_position]] * placement.group.size
 
 
 def gather_counts(
