@@ -26,8 +26,9 @@ class Device {
     (check_here(others), ...);
     // The CPU, on which these sources run with emulated kernels, has no index.
     if (index_ >= 0) {
-      check_torch(aoti_torch_create_device_guard(index_, &guard_), "create_device_guard");
       stream_ = current_stream(index_);
+      // Last, as no destructor runs if this one throws.
+      check_torch(aoti_torch_create_device_guard(index_, &guard_), "create_device_guard");
     }
   }
   Device(const Device&) = delete;
