@@ -688,28 +688,6 @@ def plan_capture(
 ) -> CapturePlan: ...
 
 # ---- moe kernels ---------------------------------------------------------------------------------
-# The arguments of a grouped product on a GPU, see cpp/include/megacore/moe/grouped_arguments.h.
-def grouped_arguments_bytes(*, num_experts: int) -> int: ...
-def fill_grouped_arguments(
-    *,
-    product: int,
-    m_splits: int,
-    accumulate_mask: int,
-    accumulate: bool,
-    num_rows: int,
-    num_experts: int,
-    out_features: int,
-    in_features: int,
-    operand_bytes: int,
-    result_bytes: int,
-    a: int,
-    b: int,
-    d: int,
-    arguments: int,
-    first_row: int = 0,
-    a_scale: int = 0,
-    b_scale: int = 0,
-) -> None: ...
 def is_faster_than_mkl() -> bool: ...
 
 CLONE_WINDOW_PARTS: int

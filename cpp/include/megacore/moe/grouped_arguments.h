@@ -8,9 +8,8 @@
 // depth; see moe/fp8.h for their layout and that of their scales. They have no product of the
 // second kind: with weights transposed, the input gradient is a forward product.
 //
-// The counts are on the device, so a kernel of one block does this work; it shares every formula
-// with fill_grouped_arguments, its CPU version. Counts that do not fit the rows are truncated: no
-// count makes a product read or write outside of its matrices.
+// The counts are on the device, so a kernel of one block does this work. Counts that do not fit the
+// rows are truncated: no count makes a product read or write outside of its matrices.
 
 #pragma once
 
@@ -35,7 +34,7 @@ struct GroupedProblem {
   int64_t result_bytes;   // of an element of the result
 };
 
-// Start addresses of the two factors and the result; the CPU version does not access them.
+// Start addresses of the two factors and the result.
 struct GroupedBases {
   uint64_t a;            // x or dy
   uint64_t b;            // w, or x in the weight gradient
@@ -199,21 +198,5 @@ MC_HOST_DEVICE void write_group(const GroupedArguments& arguments,
   arguments.d_stride[place] = d_stride;
   arguments.beta[place] = accumulates ? 1.0F : 0.0F;
 }
-
-// Fills `arguments` from the counts, as the set-up kernel does.
-//
-// m_splits          (E) rows per expert; null for one expert with all rows
-// first_row         optional: where the rows of the first expert begin
-// accumulate_mask   (E) optional: which experts add to their result; without it, `accumulate` of
-// all
-//
-// REQUIRES: 1 <= E <= kMaxGroupedExperts.
-void fill_grouped_arguments(const GroupedProblem& problem,
-                            const int64_t* m_splits,
-                            const int64_t* first_row,
-                            const uint8_t* accumulate_mask,
-                            bool accumulate,
-                            const GroupedBases& bases,
-                            const GroupedArguments& arguments);
 
 }  // namespace megacore::moe

@@ -1,19 +1,20 @@
 // Enough of CUDA to run our kernels on the CPU, one block after the other (kernels without shared
-// variables also on two host threads, like two streams): a CUDA thread is a thread of the host,
-// __syncthreads and the operations of a warp are barriers between them. Slow and exact: what a
-// kernel reads, writes and adds up is what it would on a GPU, and sanitizers see it.
+// variables also on two host threads, like two streams): a CUDA thread is a fiber, __syncthreads
+// and the operations of a warp are barriers between them. Exact: what a kernel reads, writes and
+// adds up is what it would on a GPU, and sanitizers see it.
 
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <vector>
+
+#include "fibers.h"
 
 // NOLINTBEGIN(bugprone-reserved-identifier): CUDA's own names
 #define __global__
@@ -86,7 +87,7 @@ namespace emulated {
 
 // What the lanes of a warp tell each other.
 struct Warp {
-  std::barrier<> lanes{32};
+  FiberBarrier lanes{32};
   std::array<uint32_t, 32> low{};
   std::array<uint32_t, 32> high{};
 };
@@ -96,10 +97,10 @@ struct Block {
       : all(threads), warps(static_cast<size_t>(threads) / 32), memory((bytes + 7) / 8) {
     std::generate(warps.begin(), warps.end(), [] { return std::make_unique<Warp>(); });
   }
-  std::barrier<> all;
+  FiberBarrier all;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<int64_t> memory;  // of the size that the launch asks for
-  std::atomic<bool> vote = true;
+  bool vote = true;
 };
 
 inline thread_local Block* block = nullptr;
@@ -115,6 +116,12 @@ namespace emulated {
 inline Warp& warp() { return *block->warps[threadIdx.x / 32]; }
 inline unsigned lane() { return threadIdx.x % 32; }
 
+inline void wait_at(FiberBarrier& barrier) {
+  const dim3 mine = threadIdx;
+  barrier.arrive_and_wait();
+  threadIdx = mine;
+}
+
 // Gives every lane what `pick` makes of the values of all.
 template <typename T, typename Pick>
 auto exchange(T value, Pick pick) {
@@ -124,13 +131,13 @@ auto exchange(T value, Pick pick) {
   std::memcpy(bits.data(), &value, sizeof(T));
   mine.low[lane()] = bits[0];
   mine.high[lane()] = bits[1];
-  mine.lanes.arrive_and_wait();
+  wait_at(mine.lanes);
   std::array<T, 32> values{};
   for (size_t i = 0; i < 32; ++i) {
     const std::array<uint32_t, 2> other = {mine.low[i], mine.high[i]};
     std::memcpy(&values[i], other.data(), sizeof(T));
   }
-  mine.lanes.arrive_and_wait();  // before the next values are written
+  wait_at(mine.lanes);  // before the next values are written
   return pick(values);
 }
 
@@ -145,13 +152,13 @@ unsigned mask_of(const std::array<T, 32>& values, Is is) {
 
 }  // namespace emulated
 
-inline void __syncthreads() { emulated::block->all.arrive_and_wait(); }
+inline void __syncthreads() { emulated::wait_at(emulated::block->all); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <typename T>
 T atomicAdd(T* at, T value) {
   return std::atomic_ref<T>(*at).fetch_add(value);
 }
-inline void __syncwarp() { emulated::warp().lanes.arrive_and_wait(); }
+inline void __syncwarp() { emulated::wait_at(emulated::warp().lanes); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int distance) {

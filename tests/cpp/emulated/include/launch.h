@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <thread>
-#include <vector>
 
 #include "cuda_runtime_api.h"
 #include "megacore/cuda/check.h"
@@ -18,20 +16,21 @@ struct LaunchShape {
   int64_t shared_bytes = 0;
 };
 
+// Every second block runs its threads in the opposite order: a kernel that lacks a barrier reads
+// values before they are written in one of them.
 inline void run_block(const LaunchShape& shape, dim3 block, const auto& body) {
   emulated::Block shared(shape.threads, shape.shared_bytes);
-  std::vector<std::jthread> threads;
-  for (int thread = 0; thread < shape.threads; ++thread) {
-    threads.emplace_back([&, thread] {
-      emulated::block = &shared;
-      threadIdx = {.x = static_cast<unsigned>(thread), .y = 0, .z = 0};
-      blockIdx = block;
-      gridDim = {.x = static_cast<unsigned>(shape.blocks),
-                 .y = static_cast<unsigned>(shape.block_rows),
-                 .z = 1};
-      body();
-    });
-  }
+  emulated::block = &shared;
+  blockIdx = block;
+  gridDim = {.x = static_cast<unsigned>(shape.blocks),
+             .y = static_cast<unsigned>(shape.block_rows),
+             .z = 1};
+  static thread_local bool reverse = false;
+  reverse = !reverse;
+  emulated::Fibers::run(shape.threads, reverse, [&](int thread) {
+    threadIdx = {.x = static_cast<unsigned>(thread), .y = 0, .z = 0};
+    body();
+  });
 }
 
 template <typename... Params, typename... Args>

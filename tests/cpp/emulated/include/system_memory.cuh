@@ -10,7 +10,12 @@
 #include "cuda_runtime_api.h"
 
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __nanosleep(unsigned) {
+  const dim3 mine = threadIdx;
+  emulated::Fibers::yield();
+  threadIdx = mine;
+  std::this_thread::yield();  // to other ranks
+}
 
 template <typename T>
 T atomicCAS(T* at, T expected, T value) {
@@ -19,7 +24,7 @@ T atomicCAS(T* at, T expected, T value) {
 }
 
 inline int __syncthreads_and(bool is) {
-  std::atomic<bool>& all = emulated::block->vote;
+  bool& all = emulated::block->vote;
   __syncthreads();
   all = true;
   __syncthreads();
