@@ -101,8 +101,13 @@ define run-cpp-tests
 @$(PROGRESS) "Running the $(2)" build/ctest-$(1).log $(BIN)/ctest --preset $(1) --parallel $(JOBS)
 endef
 
+# What tests of kernels on a GPU can show without one, see tests/support/emulated_gpu.py.
+KERNEL_TESTS := $(wildcard tests/gpu/test_*_kernel*.py) tests/gpu/test_adamw.py tests/gpu/test_fp8.py \
+    tests/gpu/test_small_cases.py
+
 test-python: $(VENV)/.tools install
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit
+	$(BIN)/python -m pytest -n $(JOBS) -p tests.support.emulated_gpu $(KERNEL_TESTS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/gpu tests/dist
 
 test-campaigns: $(VENV)/.tools install

@@ -6,14 +6,11 @@
 #include <vector>
 
 #include "gpu_operations.h"
+#include "kernel_limits.h"
 #include "megacore/cuda/check.h"
-#include "megacore/cuda/dense.h"
 #include "megacore/cuda/grouped_gemm.h"
 #include "megacore/cuda/peer_exchange.h"
-#include "megacore/cuda/permutation.h"
 #include "megacore/cuda/plan_offload.h"
-#include "megacore/cuda/router.h"
-#include "megacore/cuda/topk.h"
 
 namespace {
 
@@ -45,19 +42,6 @@ std::vector<std::string> compiled_archs() {
   return archs;
 }
 
-// Sizes that kernels take at most.
-void set_limits(pybind11::module_& module) {
-  namespace cuda = megacore::cuda;
-  module.attr("MAX_NORM_BYTES") = cuda::kMaxNormPacks * 16;
-  module.attr("MAX_NORMED_HEAD_BYTES") = cuda::kMaxNormedHeadBytes;
-  module.attr("MAX_ROUTER_EXPERTS") = cuda::kMaxRouterExperts;
-  module.attr("MAX_ROUTER_CHOICES") = cuda::kMaxRouterChoices;
-  module.attr("MAX_SORTED_EXPERTS") = cuda::kMaxSortedExperts;
-  module.attr("MAX_TOP_K_COLUMNS") = cuda::kMaxTopKColumns;
-  module.attr("PEER_STATE_NUMEL") =
-      static_cast<int64_t>((sizeof(cuda::PeerState) + sizeof(int64_t) - 1) / sizeof(int64_t));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
@@ -73,7 +57,9 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("peer_sort_numel", &megacore::cuda::peer_sort_numel, pybind11::kw_only(),
              pybind11::arg("num_tokens"), pybind11::arg("num_choices"),
              pybind11::arg("num_experts"));
-  set_limits(module);
+  for (const auto& [name, limit] : megacore::cuda::kLimits) {
+    module.attr(name) = limit;
+  }
   module.def(
       "plan_offload_bytes",
       [](int64_t num_ranks, int64_t num_experts, int64_t num_spare_slots) {

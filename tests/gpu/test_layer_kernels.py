@@ -13,7 +13,7 @@ from megacore.ops.activations import swiglu
 from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
 from megacore.ops.dropout import counter_dropout
 from megacore.ops.normed_rotation import norm_and_rotate
-from megacore.ops.rotation import split_and_rotate, split_and_rotate_reference
+from megacore.ops.rotation import split_and_rotate
 from megacore.ops.routing import RouterLosses, has_kernel, route
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
 
@@ -100,7 +100,7 @@ def test_rotation_and_its_gradient(
         tables = cos.cuda(), sin.cuda()
         found = gradients(lambda x: split_and_rotate(x, *tables, head_dim=head_dim), [qkv.cuda()])
     exact = gradients(
-        lambda x: split_and_rotate_reference(x, cos.double(), sin.double(), head_dim),
+        lambda x: split_and_rotate(x, cos.double(), sin.double(), head_dim=head_dim),
         [qkv.double()],
     )
     for a, b in zip(found, exact, strict=True):

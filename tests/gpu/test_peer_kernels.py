@@ -392,6 +392,7 @@ def test_torch_knows_the_operations() -> None:
     torch.library.opcheck(ops._peer_start_pull.default, pulled, test_utils=checks)
 
 
+@pytest.mark.real_gpu
 def test_tensors_on_the_cpu_are_refused() -> None:
     addresses = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="'CPU' backend"):

@@ -99,10 +99,13 @@ def test_invalid_counts_are_marked() -> None:
             plan.to_host()
 
 
-def test_a_problem_too_large_for_the_kernel_is_an_error() -> None:
-    counts = torch.ones(512, 2048, dtype=torch.int64, device="cuda")
-    with pytest.raises(ValueError, match="plan on the CPU"):
-        plan_offload_on_device(counts, num_spare_slots=64)
+@pytest.mark.real_gpu
+def test_a_problem_too_large_for_the_kernel_is_planned_by_the_cpu() -> None:
+    counts = random_counts(512, 2048, 1)
+    plan = plan_offload_on_device(counts.cuda(), num_spare_slots=64)
+    assert torch.equal(
+        plan.slot_expert.cpu(), plan_offload_on_device(counts, num_spare_slots=64).slot_expert
+    )
 
 
 def test_counters_are_those_of_the_cpu() -> None:

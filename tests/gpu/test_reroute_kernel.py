@@ -44,7 +44,7 @@ def on_gpu(row: SourceRow) -> SourceRow:
 @pytest.mark.parametrize("shape", [(1, 4), (2, 8), (8, 64), (64, 256), (64, 512)])
 def test_places_are_those_of_the_cpu(shape: tuple[int, int]) -> None:
     moved = 0
-    for seed in range(200):
+    for seed in range(200 if shape[0] < 64 else 20):
         ids, probs, row = random_case(seed, *shape)
         expected, weights = reroute(ids, probs, row)
         with poisoned_memory():

@@ -375,6 +375,7 @@ def test_the_sum_of_squares_is_exact_to_fp64_and_stays_on_the_device(
         assert not torch.isfinite(sum_of_squares(aligned))
 
 
+@pytest.mark.real_gpu
 def test_the_operations_keep_torchs_rules() -> None:
     ops = torch.ops.megacore
     tokens = torch.randn(4, 16, device="cuda", requires_grad=True)

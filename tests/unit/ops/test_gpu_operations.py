@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +13,23 @@ import torch
 from torch import Tensor
 
 from megacore.ops import gemm_cuda
+from tests.support.emulated_kernels import load_kernels
 from tests.unit.ops.test_compiled import OPS, arguments_of, strided_arguments, without_times
 
-ROOT = Path(__file__).parents[3]
-LIBRARY = ROOT / "build/cpu/tests/cpp/libemulated_operations.so"
-SOURCES = ("cuda/**/*.c*", "cuda/**/*.h", "cpp/ops/*", "tests/cpp/emulated/**/*")
 NAMES = sorted(set(arguments_of()) - {"grouped_product"})
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def define_emulated(names: Iterable[str]) -> Iterator[Any]:
     """Yield the namespace of operations on emulated kernels."""
-    compiled_at = LIBRARY.stat().st_mtime if LIBRARY.exists() else 0.0
-    if any(path.stat().st_mtime > compiled_at for glob in SOURCES for path in ROOT.glob(glob)):
+    kernels = load_kernels()
+    if kernels is None:
         pytest.skip("the emulated kernels are not compiled as they are now; see make test-cpp")
     library = torch.library.Library("megacore_emulated", "DEF")  # type: ignore[no-untyped-call]
     for name in names:
         schema = str(getattr(OPS, f"_{name}").default._schema).removeprefix("megacore::")
         library.define(schema)  # type: ignore[no-untyped-call]
-    assert ctypes.CDLL(str(LIBRARY)).megacore_register_emulated()
+    assert kernels.megacore_register_emulated(b"megacore_emulated")
     yield torch.ops.megacore_emulated
     library._destroy()  # type: ignore[no-untyped-call]
 
