@@ -36,7 +36,7 @@ from _common import header, options
 from megacore.buffers import make_buffers
 from megacore.buffers.options import BufferOptions
 from megacore.ops.linear import linear
-from megacore.optim import DistributedOptimizer
+from megacore.optim import AdamW, DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.param_info import ParamInfo
@@ -98,8 +98,7 @@ def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> 
     topology = Topology(world_size=dist.get_world_size())
     groups = ProcessGroups.create(topology, host_memory=host_memory)
     options = OptimizerOptions(
-        beta1=ADAMW["betas"][0],
-        beta2=ADAMW["betas"][1],
+        rule=AdamW(beta1=ADAMW["betas"][0], beta2=ADAMW["betas"][1], eps=ADAMW["eps"]),
         weight_decay=ADAMW["weight_decay"],
         clip_grad=0.0,
         overlap="all" if overlap else "none",

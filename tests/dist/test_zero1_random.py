@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megacore.buffers import ParamGradBuffer
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
-from megacore.optim import DistributedOptimizer
+from megacore.optim import AdamW, DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel.param_info import ParamInfo
 from tests.dist.test_distributed_optimizer import dp_groups
@@ -130,7 +130,7 @@ def train(rank: int, world_size: int, seeds: list[int]) -> list[tuple[list[float
 
 
 def train_alone(case: Case, world_size: int, norms: list[float]) -> list[Tensor]:
-    options = OptimizerOptions()
+    options, adamw = OptimizerOptions(), AdamW()
     finals = []
     for number, (info, param) in enumerate(make_params(case)):
         main = param.detach().float().flatten()
@@ -143,9 +143,9 @@ def train_alone(case: Case, world_size: int, norms: list[float]) -> list[Tensor]
             settings = AdamWSettings(
                 step=step + 1,
                 lr=LR,
-                beta1=options.beta1,
-                beta2=options.beta2,
-                eps=options.eps,
+                beta1=adamw.beta1,
+                beta2=adamw.beta2,
+                eps=adamw.eps,
                 weight_decay=options.weight_decay if info.weight_decay else 0.0,
                 grad_scale=clip_coefficient(norm, max_norm=case.clip_grad),
             )

@@ -12,16 +12,24 @@ if TYPE_CHECKING:
     from megacore.optim.memory import MemoryRow, memory_row, memory_table
     from megacore.optim.options import OptimizerOptions, RateOptions
     from megacore.optim.param_group import ParamGroup
+    from megacore.optim.rules.adamw import AdamW
     from megacore.optim.shard import ParamPiece
+    from megacore.optim.update_piece import Rates, UpdatePiece
+    from megacore.optim.update_rule import StateTensor, UpdateRule
 
 __all__ = [
+    "AdamW",
     "DistributedOptimizer",
     "MemoryRow",
     "OptimizerOptions",
     "ParamGroup",
     "ParamPiece",
     "RateOptions",
+    "Rates",
+    "StateTensor",
     "StepResult",
+    "UpdatePiece",
+    "UpdateRule",
     "learning_rate",
     "memory_row",
     "memory_table",
@@ -29,13 +37,18 @@ __all__ = [
 
 # Module of each name: predictions count bytes of the state without torch.
 _HOMES = {
+    "AdamW": "rules.adamw",
     "DistributedOptimizer": "distributed_optimizer",
     "MemoryRow": "memory",
     "OptimizerOptions": "options",
     "ParamGroup": "param_group",
     "ParamPiece": "shard",
     "RateOptions": "options",
+    "Rates": "update_piece",
+    "StateTensor": "update_rule",
     "StepResult": "distributed_optimizer",
+    "UpdatePiece": "update_piece",
+    "UpdateRule": "update_rule",
     "learning_rate": "lr",
     "memory_row": "memory",
     "memory_table": "memory",

@@ -1,4 +1,4 @@
-"""AdamW over gradient buffers, with its state sharded over data-parallel ranks (ZeRO-1)."""
+"""Optimizer over gradient buffers, with its state sharded over data-parallel ranks (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megacore import host_values
 from megacore.buffers import GradReducer, ParamGatherer, ParamGradBuffer
 from megacore.ops.optim import (
-    AdamWSettings,
     ControlAt,
     StateAt,
     StepRules,
@@ -110,7 +109,9 @@ _SCALARS = tuple(position.name.lower() for position in StateAt)
 
 
 class DistributedOptimizer:
-    """AdamW with its state sharded over the data-parallel ranks, or replicated on each.
+    """Optimizer with its state sharded over the data-parallel ranks, or replicated on each.
+
+    The update itself is that of ``options.rule``, AdamW by default, or of the group of a parameter.
 
     A step processes the gradients accumulated in the buffers: sums over tied replicas and over
     tp, mean over data-parallel ranks, norm and clipping, fp32 update of the owned slices,
@@ -120,10 +121,10 @@ class DistributedOptimizer:
         buffers: The buffers of all parameters of this rank, see
             :func:`megacore.buffers.make_buffers`.
         groups: Process groups of this rank.
-        options: AdamW, clipping, loss scale and overlaps. Default: ``OptimizerOptions()``.
+        options: Update rule, clipping, loss scale and overlaps. Default: ``OptimizerOptions()``.
         modules: The model of this rank; needed if ``overlap`` includes the parameters.
-        param_groups: Learning rate factor and weight decay of parameters by name; equal on every
-            rank.
+        param_groups: Learning rate factor, weight decay and update rule of parameters by name;
+            equal on every rank.
         clock: Measures the phases of :meth:`step`.
 
     Attributes:
@@ -168,16 +169,18 @@ class DistributedOptimizer:
         self._options = options
         self._clock = clock
         self._device = self.buffers[0].param_data.device
-        moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.moments_dtype]
         self._shards = [
             OptimizerShard(
                 buffer,
+                rule=options.rule,
                 weight_decay=options.weight_decay,
                 param_groups=param_groups,
-                moments_dtype=moments,
             )
             for buffer in self.buffers
         ]
+        # Pairs of decays, for whose bias corrections a step is decided.
+        rules = {options.rule}.union(*(shard.rules for shard in self._shards))
+        self._decays = sorted({rule.decays for rule in rules})
         self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
         self._state = torch.zeros(len(StateAt), dtype=torch.float64, device=self._device)
         self._state[StateAt.LOSS_SCALE] = options.loss_scale if self._scales_loss else 1.0
@@ -393,11 +396,13 @@ class DistributedOptimizer:
         with in_phase(self._clock, "param_gather"):
             self.finish_param_gather()
         with in_phase(self._clock, "optimizer"):
-            control = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
-            control[ControlAt.LR].fill_(lr)
-            gathers = self._update(control)
+            controls = self._decide(sums, per_token=num_tokens is not None, is_vetoed=is_vetoed)
+            for control in controls.values():
+                control[ControlAt.LR].fill_(lr)
+            gathers = self._update(controls)
         with in_phase(self._clock, "param_gather"):
             self._finish_update(gathers)
+        control = controls[self._decays[0]]  # they differ in their bias corrections only
         is_skipped = 1.0 - control[ControlAt.IS_APPLIED]
         numbers = control[ControlAt.GRAD_NORM], is_skipped, self._state[StateAt.NUM_SKIPPED]
         return StepResult(torch.cat((torch.stack(numbers), sums[first_extra:])))
@@ -540,42 +545,40 @@ class DistributedOptimizer:
         return sums
 
     @torch.no_grad()
-    def _decide(self, sums: Tensor, *, per_token: bool, is_vetoed: Tensor | None) -> Tensor:
-        """Return the control of :func:`megacore.ops.optim.adamw_step_`, and update the state."""
-        control = torch.empty(len(ControlAt), dtype=torch.float64, device=self._device)
-        rules = self._rules(per_token=per_token)
-        if is_vetoed is None:
-            decide_step_(self._state, sums, control, rules)
-            return control
-        before = self._state.clone()
-        sums[SumsAt.NUM_NON_FINITE] += is_vetoed.double()
-        decide_step_(self._state, sums, control, rules)
-        self._state.copy_(torch.where(is_vetoed, before, self._state))
-        return control
+    def _decide(
+        self, sums: Tensor, *, per_token: bool, is_vetoed: Tensor | None
+    ) -> dict[tuple[float, float], Tensor]:
+        """Return the decision on the step for each pair of decays, and update the state."""
+        before = self._state
+        if is_vetoed is not None or len(self._decays) > 1:
+            before = self._state.clone()
+        if is_vetoed is not None:
+            sums[SumsAt.NUM_NON_FINITE] += is_vetoed.double()
+        controls = {}
+        for number, decays in enumerate(self._decays):
+            control = torch.empty(len(ControlAt), dtype=torch.float64, device=self._device)
+            state = self._state if number == 0 else before.clone()
+            decide_step_(state, sums, control, self._rules(decays, per_token=per_token))
+            controls[decays] = control
+        if is_vetoed is not None:
+            self._state.copy_(torch.where(is_vetoed, before, self._state))
+        return controls
 
-    def _rules(self, *, per_token: bool) -> StepRules:
+    def _rules(self, decays: tuple[float, float], *, per_token: bool) -> StepRules:
         options = self._options
         return StepRules(
-            beta1=options.beta1,
-            beta2=options.beta2,
+            beta1=decays[0],
+            beta2=decays[1],
             clip_grad=options.clip_grad,
             loss_scale_interval=options.loss_scale_interval if self._scales_loss else 0,
             num_averaged=self._groups.dp_cp.size if per_token else 0,
         )
 
-    def _update(self, control: Tensor) -> list[PendingCollective]:
+    def _update(self, controls: Mapping[tuple[float, float], Tensor]) -> list[PendingCollective]:
         """Update this rank's shard, and start to gather each bucket unless a gatherer does."""
-        options = self._options
-        settings = AdamWSettings(
-            step=1,  # replaced by that of the control
-            lr=1.0,  # multiplied by that of the control
-            beta1=options.beta1,
-            beta2=options.beta2,
-            eps=options.eps,
-        )
         gathers = []
         for shard in self._shards:
-            for bucket in shard.step(settings, control):
+            for bucket in shard.step(controls):
                 if self._gatherer is None:
                     gathers.append(shard.buffer.start_gather(bucket))
         return gathers

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from megacore.optim.rules.adamw import AdamW
+from megacore.optim.update_rule import DTYPE_BYTES, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +23,20 @@ class MemoryRow:
     params: str
     grads: str
     resident: int
-    sharded: int
+    sharded: int | Fraction
 
     @property
     def param_bytes(self) -> int:
         """Bytes of the parameter in ``resident``."""
-        return _BYTES[self.params]
+        return DTYPE_BYTES[self.params]
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of the gradient in ``resident``."""
-        return _BYTES[self.grads]
+        return DTYPE_BYTES[self.grads]
 
     @property
-    def whole(self) -> int:
+    def whole(self) -> int | Fraction:
         """Bytes per parameter without sharding."""
         return self.resident + self.sharded
 
@@ -50,14 +51,14 @@ class MemoryRow:
 
     def formula(self) -> str:
         """Return the bytes per rank as a formula, e.g. ``"6 + 12/d"``."""
-        return f"{self.resident} + {self.sharded}/d"
+        return f"{self.resident} + {float(self.sharded):g}/d"
 
 
 def memory_row(
     *,
     params: str = "float32",
     grads: str = "float32",
-    moments: str = "float32",
+    rule: UpdateRule | None = None,
     main_grads: bool = False,
 ) -> MemoryRow:
     """Count the bytes of one parameter element.
@@ -65,7 +66,7 @@ def memory_row(
     Args:
         params: Number format of the model's parameters.
         grads: Number format of the gradient buffer.
-        moments: Number format of AdamW's two moments.
+        rule: The optimizer. Default: ``AdamW()``.
         main_grads: The optimizer keeps float32 copies of low-precision gradients of its shard, as
             Megatron-LM does. megacore converts them block by block instead.
 
@@ -73,20 +74,25 @@ def memory_row(
         ValueError: If a number format is unknown.
 
     Example:
-        >>> memory_row(params="bfloat16", moments="bfloat16").formula()
+        >>> memory_row(params="bfloat16", rule=AdamW(moments_dtype="bfloat16")).formula()
         '6 + 8/d'
     """
-    for name in (params, grads, moments):
-        if name not in _BYTES:
-            raise ValueError(f"number format {name!r} is unknown; use one of {', '.join(_BYTES)}")
+    for name in (params, grads):
+        if name not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise ValueError(f"number format {name!r} is unknown; use one of {known}")
     main_param = 0 if params == "float32" else 4
     main_grad = 4 if main_grads and grads != "float32" else 0
     return MemoryRow(
         params=params,
         grads=grads,
-        resident=_BYTES[params] + _BYTES[grads],
-        sharded=main_param + main_grad + 2 * _BYTES[moments],
+        resident=DTYPE_BYTES[params] + DTYPE_BYTES[grads],
+        sharded=_short(main_param + main_grad + (AdamW() if rule is None else rule).state_bytes),
     )
+
+
+def _short(number: Fraction) -> int | Fraction:
+    return int(number) if number.denominator == 1 else number
 
 
 def memory_table(*, main_grads: bool = True) -> list[MemoryRow]:

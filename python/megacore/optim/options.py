@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megacore.options import check_values
+from megacore.optim.rules.adamw import AdamW
+from megacore.optim.update_rule import UpdateRule
+from megacore.options import check_options, check_values
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW, clipping, loss scale, and communication that overlaps with compute.
+    """Update rule, clipping, loss scale, and communication that overlaps with compute.
 
     Attributes:
-        weight_decay: Decoupled decay of parameters whose ``ParamInfo.weight_decay`` is set.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
+        rule: The optimizer itself: its state and its arithmetic.
+        weight_decay: Weight decay of parameters whose ``ParamInfo.weight_decay`` is set.
         clip_grad: Largest global gradient norm; 0 for no clipping.
-        moments_dtype: Number format of both moments.
         overlap: Reduction of gradients during the backward pass (``"grads"``), gather of parameters
             during the next forward pass (``"params"``), both (``"all"``), or none of them.
         loss_scale: Initial loss scale of float16 training, adapted later; a power of two.
@@ -28,23 +27,17 @@ class OptimizerOptions:
         ValueError: If a value is not valid.
     """
 
+    rule: UpdateRule = field(default_factory=AdamW)
     weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
     clip_grad: float = 1.0
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
     overlap: Literal["none", "grads", "params", "all"] = "none"
     loss_scale: float = 65536.0
     loss_scale_interval: int = 1000
 
     def __post_init__(self) -> None:
-        least = {"weight_decay": 0, "beta1": 0, "beta2": 0, "eps": 0, "clip_grad": 0}
-        check_values(
-            self,
-            least={**least, "loss_scale": 1, "loss_scale_interval": 1},
-            below={"beta1": 1, "beta2": 1},
-        )
+        check_options(self.rule, UpdateRule, "rule")
+        least = {"weight_decay": 0, "clip_grad": 0, "loss_scale": 1, "loss_scale_interval": 1}
+        check_values(self, least=least)
 
     @property
     def overlaps_grads(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from megacore.optim.update_rule import UpdateRule
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
@@ -21,6 +22,7 @@ class ParamGroup:
         pattern: Shell-style pattern of global names, such as ``"layers.*.mlp.*"``.
         lr_scale: Factor on the learning rate.
         weight_decay: Weight decay; ``None`` keeps that of the parameter.
+        rule: Their optimizer; ``None`` keeps that of the options.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -29,6 +31,7 @@ class ParamGroup:
     pattern: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    rule: UpdateRule | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr_scale", "weight_decay"):
@@ -43,6 +46,7 @@ class ParamGroup:
 class ParamSettings:
     """Resulting settings of one parameter."""
 
+    rule: UpdateRule
     lr_scale: float
     weight_decay: float
 
@@ -76,25 +80,32 @@ def check_patterns(
 
 
 def settings_of(
-    info: ParamInfo, groups: Sequence[ParamGroup], *, weight_decay: float
+    info: ParamInfo, groups: Sequence[ParamGroup], *, rule: UpdateRule, weight_decay: float
 ) -> ParamSettings:
     """Return the settings of a parameter from the first group that matches.
 
     Args:
         info: The parameter.
         groups: Parameter groups; earlier groups have precedence.
+        rule: Update rule without a group, or with one that names none.
         weight_decay: Weight decay without a group, for parameters with ``info.weight_decay``.
 
     Example:
+        >>> from megacore.optim import AdamW
         >>> info = ParamInfo(name="layers.0.mlp.down", full_shape=(2, 2), tp_dim=None)
-        >>> settings_of(info, [ParamGroup(pattern="*.mlp.*", lr_scale=0.5)], weight_decay=0.1)
-        ParamSettings(lr_scale=0.5, weight_decay=0.1)
+        >>> groups = [ParamGroup(pattern="*.mlp.*", lr_scale=0.5)]
+        >>> own = settings_of(info, groups, rule=AdamW(), weight_decay=0.1)
+        >>> own.lr_scale, own.weight_decay
+        (0.5, 0.1)
     """
+    group = next(
+        (group for group in groups if fnmatchcase(info.name, group.pattern)),
+        ParamGroup(pattern="*"),
+    )
     decay = weight_decay if info.weight_decay else 0.0
-    for group in groups:
-        if fnmatchcase(info.name, group.pattern):
-            own = group.weight_decay
-            return ParamSettings(
-                lr_scale=group.lr_scale, weight_decay=decay if own is None else own
-            )
-    return ParamSettings(lr_scale=1.0, weight_decay=decay)
+    own, lr_scale = (group.rule or rule).rule_for(info)
+    return ParamSettings(
+        rule=own,
+        lr_scale=group.lr_scale * lr_scale,
+        weight_decay=decay if group.weight_decay is None else group.weight_decay,
+    )

@@ -1,4 +1,4 @@
-"""The ``[optimizer]`` section: AdamW, its learning rate, clipping and sharding."""
+"""The ``[optimizer]`` section: the optimizer, its learning rate, clipping and sharding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
 from megacore.optim.options import RateOptions
+from megacore.optim.rules.adamw import AdamW
+from megacore.optim.update_rule import UpdateRule
 from megatrain.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """``[optimizer]``: AdamW, learning rate schedule, gradient clipping, ZeRO-1."""
+    """``[optimizer]``: update rule, learning rate schedule, gradient clipping, ZeRO-1."""
 
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
     lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
     min_lr: float | None = Field(
         default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
@@ -108,6 +111,12 @@ class OptimizerConfig(Section):
             bucket_numel=self.bucket_numel,
             pad_for_ring=self.pad_for_ring,
             average_in_collective=self.average_in_collective,
+        )
+
+    def rule(self) -> UpdateRule:
+        """Return the update rule."""
+        return AdamW(
+            beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=self.moments_dtype
         )
 
     def rate_options(self) -> RateOptions:

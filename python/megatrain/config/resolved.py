@@ -64,12 +64,9 @@ class ResolvedOptimizerConfig(OptimizerConfig):
     def options(self) -> OptimizerOptions:
         """Return the options of the optimizer."""
         return OptimizerOptions(
+            rule=self.rule(),
             weight_decay=self.weight_decay,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
             clip_grad=self.clip_grad,
-            moments_dtype=self.moments_dtype,
             overlap=self.overlap,
             loss_scale=self.loss_scale,
             loss_scale_interval=self.loss_scale_interval,

@@ -231,7 +231,7 @@ class RunSpec:
     precision: str = "bf16"
     param_bytes: int = 2
     grad_bytes: int = 4
-    state_bytes: int = 12
+    state_bytes: float = 12
     recompute: frozenset[str] = frozenset()
     recompute_keep: int = 0
     offload_layers: int = 0

@@ -41,7 +41,7 @@ class RankState:
 def memory_row_of(optimizer: OptimizerConfig, *, dtype: str) -> MemoryRow:
     """Compute the bytes per parameter; ``dtype`` is that of the parameters, ``train.dtype``."""
     grads = dtype if optimizer.grad_dtype != "float32" else "float32"
-    return memory_row(params=dtype, grads=grads, moments=optimizer.moments_dtype)
+    return memory_row(params=dtype, grads=grads, rule=optimizer.rule())
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
         buffers=buffers,
         param_bytes=numel * row.param_bytes,
         grad_bytes=numel * row.grad_bytes,
-        optimizer_bytes=owned * row.sharded,
+        optimizer_bytes=int(owned * row.sharded),
     )
 
 

@@ -11,11 +11,12 @@ from torch import nn
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.buffers.options import BufferOptions
 from megacore.ops.optim import AdamWSettings, adamw_step_reference_
-from megacore.optim import DistributedOptimizer
+from megacore.optim import AdamW, DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.param_info import ParamInfo
 
+EPS = AdamW().eps
 BUCKETS = BufferOptions(bucket_numel=50)
 
 
@@ -60,8 +61,8 @@ def test_training_follows_torch_adamw_with_decay_of_matrices_only() -> None:
             {"params": vectors, "weight_decay": 0.0},
         ],
         lr=1e-2,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        betas=config.rule.decays,
+        eps=EPS,
     )
     for step in range(15):
         optimizer.zero_grads()
@@ -82,7 +83,7 @@ def test_clipping_is_that_of_torch() -> None:
     ours, theirs = make_model(), make_model()
     optimizer, config = make_optimizer(ours, clip_grad=0.01, weight_decay=0.0)
     oracle = torch.optim.AdamW(
-        theirs.parameters(), lr=1e-2, betas=(config.beta1, config.beta2), weight_decay=0.0
+        theirs.parameters(), lr=1e-2, betas=config.rule.decays, weight_decay=0.0
     )
     for step in range(5):
         optimizer.zero_grads()
@@ -119,7 +120,7 @@ def test_bfloat16_parameters_are_rounded_from_fp32_main_parameters() -> None:
         grads = [buffer.main_grad(i).flatten().clone() for i in range(len(mains))]
         optimizer.step(lr=1e-3)
         settings = AdamWSettings(
-            step=step, lr=1e-3, beta1=config.beta1, beta2=config.beta2, eps=config.eps
+            step=step, lr=1e-3, beta1=config.rule.decays[0], beta2=config.rule.decays[1], eps=EPS
         )
         for main, grad, (exp_avg, exp_avg_sq) in zip(mains, grads, moments, strict=True):
             adamw_step_reference_(main, grad, exp_avg, exp_avg_sq, settings)
@@ -151,7 +152,7 @@ def test_gradients_in_the_parameters_dtype_are_stepped_in_fp32() -> None:
     assert result.grad_norm > grad.norm().item() * 0.99
     states = {piece.info.name: piece.tensors for piece in optimizer.pieces()}
     scaled = grad * 1.0
-    expected = scaled * (1 - options.beta1)
+    expected = scaled * (1 - options.rule.decays[0])
     assert torch.equal(states["0.weight"]["exp_avg"], expected.flatten())
 
 

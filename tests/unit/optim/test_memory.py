@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megacore.buffers import ParamGradBuffer
-from megacore.optim import DistributedOptimizer, memory_row, memory_table
+from megacore.optim import AdamW, DistributedOptimizer, memory_row, memory_table
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.param_info import ParamInfo
@@ -53,10 +53,9 @@ def test_bytes_are_those_that_are_allocated(
     handle: Any = object() if dp_size > 1 else None
     group = Group("dp", tuple(range(dp_size)), dp_size - 1, handle)
     buffer = ParamGradBuffer([(info, weight)], dp_group=group, grad_dtype=DTYPES[grads])
-    optimizer = DistributedOptimizer(
-        [buffer], groups=ProcessGroups.single(), options=OptimizerOptions(moments_dtype=moments)
-    )
+    options = OptimizerOptions(rule=AdamW(moments_dtype=moments))  # type: ignore[arg-type]
+    optimizer = DistributedOptimizer([buffer], groups=ProcessGroups.single(), options=options)
     allocated = buffer.param_data.nbytes + buffer.grad_data.nbytes + optimizer.state_bytes
-    row = memory_row(params=params, grads=grads, moments=moments)
+    row = memory_row(params=params, grads=grads, rule=options.rule)
     assert allocated == row.per_rank(dp_size) * weight.numel()
     assert buffer.param_data.nbytes + buffer.grad_data.nbytes == row.resident * weight.numel()

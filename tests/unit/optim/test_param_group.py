@@ -41,8 +41,7 @@ def test_groups_act_as_those_of_torch() -> None:
             {"params": [theirs[name]], "lr": lr, "weight_decay": decay}
             for name, (lr, decay) in wanted.items()
         ],
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
+        betas=options.rule.decays,
     )
     for _ in range(3):
         optimizer.zero_grads()

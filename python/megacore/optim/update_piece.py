@@ -1,0 +1,144 @@
+"""Consecutive elements of a shard that an update rule changes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore import host_values
+from megacore.ops.optim import ControlAt
+
+# Elements that a step takes at once: copies of a block stay in the cache.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Numbers of one step for some elements: 0-d tensors on their device.
+
+    Attributes:
+        lr: Learning rate, with the factor of the parameters, fp32.
+        keep: ``1 - lr * weight_decay``, the factor of decoupled weight decay, fp32.
+        weight_decay: Weight decay.
+        bias_correction1: ``1 - beta1^step`` of the rule's decays, fp64.
+        bias_correction2: ``1 - beta2^step``, fp64.
+    """
+
+    lr: Tensor
+    keep: Tensor
+    weight_decay: float
+    bias_correction1: Tensor
+    bias_correction2: Tensor
+
+    @classmethod
+    def of(cls, control: Tensor, *, lr_scale: float, weight_decay: float) -> Rates:
+        """Take the numbers from the decision on a step."""
+        lr = control[ControlAt.LR] * lr_scale
+        return cls(
+            lr=lr.float(),
+            keep=(1.0 - lr * weight_decay).float(),
+            weight_decay=weight_decay,
+            bias_correction1=control[ControlAt.BIAS_CORRECTION1],
+            bias_correction2=control[ControlAt.BIAS_CORRECTION2],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePiece:
+    """Consecutive elements that share their settings.
+
+    Attributes:
+        param: Main parameters, ``(n,)``, fp32.
+        grad: Reduced gradients, ``(n,)``, fp32 or of 16 bits, before clipping.
+        state: State by name, ``(n,)``, in its number formats.
+        copy_out: Receives the rounded parameters, ``(n,)``, of 16 bits; ``None`` if the parameters
+            are fp32.
+        lr_scale: Factor on the learning rate.
+        weight_decay: Weight decay.
+    """
+
+    param: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    copy_out: Tensor | None
+    lr_scale: float
+    weight_decay: float
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.param.numel()
+
+    def part(self, start: int, end: int) -> UpdatePiece:
+        """Return a range of the elements."""
+        return UpdatePiece(
+            param=self.param[start:end],
+            grad=self.grad[start:end],
+            state={name: values[start:end] for name, values in self.state.items()},
+            copy_out=None if self.copy_out is None else self.copy_out[start:end],
+            lr_scale=self.lr_scale,
+            weight_decay=self.weight_decay,
+        )
+
+    def blocks(self) -> Iterator[UpdatePiece]:
+        """Yield the elements in blocks, in order."""
+        for start in range(0, self.numel, _BLOCK):
+            yield self.part(start, start + _BLOCK)
+
+    def rates(self, control: Tensor) -> Rates:
+        """Return the numbers of a step."""
+        return Rates.of(control, lr_scale=self.lr_scale, weight_decay=self.weight_decay)
+
+    def scaled_grad(self, control: Tensor) -> Tensor:
+        """Return averaged and clipped gradients: a new tensor, fp32."""
+        return self.grad.float() * control[ControlAt.GRAD_SCALE].float()
+
+    def apply(
+        self, step: Callable[[Tensor, Tensor, Mapping[str, Tensor], Rates], None], control: Tensor
+    ) -> None:
+        """Call :meth:`UpdateRule.step` on blocks, and keep its results unless it is skipped.
+
+        Sync:
+            None on CUDA: old values are selected where the step is skipped.
+        """
+        if is_skipped_on_host(control):
+            return
+        rates = self.rates(control)
+        for block in self.blocks():
+            block._apply_at_once(step, control, rates)
+
+    def _apply_at_once(
+        self,
+        step: Callable[[Tensor, Tensor, Mapping[str, Tensor], Rates], None],
+        control: Tensor,
+        rates: Rates,
+    ) -> None:
+        selects = control.device.type != "cpu"
+        before = {"": self.param, **self.state}
+        after = {name: values.to(torch.float32, copy=selects) for name, values in before.items()}
+        state = {name: after[name] for name in self.state}
+        step(after[""], self.scaled_grad(control), state, rates)
+        is_applied = control[ControlAt.IS_APPLIED] != 0.0
+        for name, old in before.items():
+            new = after[name]
+            if selects:
+                old.copy_(torch.where(is_applied, new.to(old.dtype), old))
+            elif new is not old:
+                old.copy_(new)
+        self.write_copy()
+
+    def write_copy(self) -> None:
+        """Round the main parameters into the buffer, if they are a copy."""
+        if self.copy_out is not None:
+            self.copy_out.copy_(self.param)
+
+
+def is_skipped_on_host(control: Tensor) -> bool:
+    """Return whether a step is skipped, on the CPU, where reading it is free; else False."""
+    if control.device.type != "cpu":
+        return False
+    at = control[ControlAt.IS_APPLIED]
+    return bool(host_values.read(at, "decision on a step", assumed=lambda: 1.0) == 0.0)
