@@ -142,7 +142,7 @@ def _step_reference(
     grad_scale: float,
 ) -> None:
     _check_step(param, grad, exp_avg, exp_avg_sq, copy_out)
-    _check_numbers("control", control, len(ControlAt), param)
+    _check_numbers("control", control, _NUM_DECIDED, param)
     if control is None:
         numbers = [grad_scale, bias1, bias2, 1.0, 0.0, 1.0]
         control = torch.tensor(numbers, dtype=torch.float64).to(param.device)
@@ -218,7 +218,7 @@ class ControlAt(IntEnum):
     """Positions in the control of :func:`adamw_step_`, the decision on one step.
 
     ``IS_APPLIED`` is 1 or 0. The norm of the gradients is that before clipping, and NaN in a
-    skipped step.
+    skipped step. The caller sets ``LR`` and ``STEP_COUNT``, which kernels do not need.
     """
 
     GRAD_SCALE = 0
@@ -227,6 +227,11 @@ class ControlAt(IntEnum):
     IS_APPLIED = 3
     GRAD_NORM = 4
     LR = 5
+    STEP_COUNT = 6
+
+
+# Numbers of a control that the kernels need.
+_NUM_DECIDED = ControlAt.LR + 1
 
 
 def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules) -> None:
@@ -239,8 +244,8 @@ def decide_step_(state: Tensor, sums: Tensor, control: Tensor, rules: StepRules)
     Args:
         state: ``(4,)``, see :class:`StateAt`; updated.
         sums: At least three numbers, see :class:`SumsAt`.
-        control: ``(6,)``, see :class:`ControlAt`; filled, except for the learning rate, which the
-            caller sets.
+        control: At least six numbers, see :class:`ControlAt`; filled, except for the learning rate
+            and what follows, which the caller sets.
         rules: Rules of the decision.
 
     Raises:
@@ -348,7 +353,7 @@ def _check_step(
 def _check_decision(state: Tensor, sums: Tensor, control: Tensor) -> None:
     _check_numbers("state", state, len(StateAt), state)
     _check_numbers("sums", sums, len(SumsAt), state)
-    _check_numbers("control", control, len(ControlAt), state)
+    _check_numbers("control", control, _NUM_DECIDED, state)
 
 
 def _check_numbers(name: str, numbers: Tensor | None, size: int, like: Tensor) -> None:

@@ -12,14 +12,21 @@ if TYPE_CHECKING:
     from megacore.optim.memory import MemoryRow, memory_row, memory_table
     from megacore.optim.options import OptimizerOptions, RateOptions
     from megacore.optim.param_group import ParamGroup
+    from megacore.optim.rules.adam import Adam
     from megacore.optim.rules.adamw import AdamW
+    from megacore.optim.rules.lion import Lion
+    from megacore.optim.rules.sgd import SGD
+    from megacore.optim.rules.torch_optimizer import TorchOptimizer
     from megacore.optim.shard import ParamPiece
     from megacore.optim.update_piece import Rates, UpdatePiece
     from megacore.optim.update_rule import StateTensor, UpdateRule
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
     "DistributedOptimizer",
+    "Lion",
     "MemoryRow",
     "OptimizerOptions",
     "ParamGroup",
@@ -28,6 +35,7 @@ __all__ = [
     "Rates",
     "StateTensor",
     "StepResult",
+    "TorchOptimizer",
     "UpdatePiece",
     "UpdateRule",
     "learning_rate",
@@ -37,16 +45,20 @@ __all__ = [
 
 # Module of each name: predictions count bytes of the state without torch.
 _HOMES = {
+    "Adam": "rules.adam",
     "AdamW": "rules.adamw",
     "DistributedOptimizer": "distributed_optimizer",
+    "Lion": "rules.lion",
     "MemoryRow": "memory",
     "OptimizerOptions": "options",
     "ParamGroup": "param_group",
     "ParamPiece": "shard",
     "RateOptions": "options",
     "Rates": "update_piece",
+    "SGD": "rules.sgd",
     "StateTensor": "update_rule",
     "StepResult": "distributed_optimizer",
+    "TorchOptimizer": "rules.torch_optimizer",
     "UpdatePiece": "update_piece",
     "UpdateRule": "update_rule",
     "learning_rate": "lr",

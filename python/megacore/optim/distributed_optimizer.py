@@ -559,6 +559,7 @@ class DistributedOptimizer:
             control = torch.empty(len(ControlAt), dtype=torch.float64, device=self._device)
             state = self._state if number == 0 else before.clone()
             decide_step_(state, sums, control, self._rules(decays, per_token=per_token))
+            control[ControlAt.STEP_COUNT] = state[StateAt.STEP_COUNT]
             controls[decays] = control
         if is_vetoed is not None:
             self._state.copy_(torch.where(is_vetoed, before, self._state))

@@ -56,6 +56,11 @@ def graph_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
                 f"{shown(f'debug.{key}')} needs the host in every layer with experts, which "
                 f'{shown("graphs.mode")} leaves out; set graphs.mode = "off", or leave {key} out'
             )
+    if graphs.mode == "full_step" and config.optimizer.factory is not None:
+        yield (
+            f"{shown('graphs.mode')} records the optimizer, but that of "
+            f'{shown("optimizer.factory")} reads numbers on the host; use graphs.mode = "full"'
+        )
     if backend == "transformer_engine" and graphs.is_full:
         yield (
             f"{shown('graphs.backend')} captures modules, and no whole steps as "

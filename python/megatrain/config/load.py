@@ -155,7 +155,7 @@ def _with_folders(config: Config, folder: Path) -> Config:
             for source in sources
         ]
 
-    model, train, data = config.model, config.train, config.data
+    model, train, data, optimizer = config.model, config.train, config.data, config.optimizer
     own_data = {
         "factory": found(data.factory),
         "sources": located(data.sources),
@@ -170,6 +170,7 @@ def _with_folders(config: Config, folder: Path) -> Config:
             "model": model.model_copy(update={"factory": found(model.factory)}),
             "train": train.model_copy(update=own_train),
             "data": data.model_copy(update=own_data),
+            "optimizer": optimizer.model_copy(update={"factory": found(optimizer.factory)}),
         }
     )
 

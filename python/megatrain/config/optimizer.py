@@ -9,15 +9,30 @@ from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
 from megacore.optim.options import RateOptions
+from megacore.optim.rules.adam import Adam
 from megacore.optim.rules.adamw import AdamW
+from megacore.optim.rules.lion import Lion
+from megacore.optim.rules.sgd import SGD
+from megacore.optim.rules.torch_optimizer import TorchOptimizer
 from megacore.optim.update_rule import UpdateRule
 from megatrain.config.base import Section
+from megatrain.config.user_objects import check_object_name, import_object
 
 
 class OptimizerConfig(Section):
     """``[optimizer]``: update rule, learning rate schedule, gradient clipping, ZeRO-1."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    name: Literal["adamw", "adam", "sgd", "lion"] = Field(
+        default="adamw",
+        description="The optimizer. Weight decay is a part of the gradient in `adam` and `sgd`, "
+        "as in `torch.optim`.",
+    )
+    factory: str | None = Field(
+        default=None,
+        description="Optimizer of your own in place of `name`: a function `module:function` that "
+        "takes a list of parameters and returns a `torch.optim.Optimizer` that treats each "
+        "element on its own. `lr` and `weight_decay` are set before each step. Default: `name`.",
+    )
     lr: float = Field(default=3e-3, ge=0.0, description="Highest learning rate.")
     min_lr: float | None = Field(
         default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
@@ -37,14 +52,25 @@ class OptimizerConfig(Section):
         description="cosine: the step at which `min_lr` is reached (default `train.steps`); "
         "wsd: length of the final decay (default 20% of `train.steps`); constant: unused.",
     )
-    weight_decay: float = Field(default=0.1, ge=0.0, description="AdamW weight decay of matrices.")
+    weight_decay: float = Field(default=0.1, ge=0.0, description="Weight decay of matrices.")
     beta1: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description="AdamW decay of the first moment."
+        default=0.9,
+        ge=0.0,
+        lt=1.0,
+        description="Decay of the first moment; of `lion` the weight of the mean.",
     )
     beta2: float = Field(
-        default=0.95, ge=0.0, lt=1.0, description="AdamW decay of the second moment."
+        default=0.95,
+        ge=0.0,
+        lt=1.0,
+        description="Decay of the second moment; of `lion` (whose authors use 0.99) that of the "
+        "mean.",
     )
-    eps: float = Field(default=1e-8, gt=0.0, description="AdamW epsilon.")
+    eps: float = Field(default=1e-8, gt=0.0, description="Added to the root of the second moment.")
+    momentum: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="Decay of the sum of gradients of `sgd`."
+    )
+    nesterov: bool = Field(default=False, description="Nesterov's momentum in `sgd`.")
     clip_grad: float = Field(
         default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
     )
@@ -67,7 +93,7 @@ class OptimizerConfig(Section):
         "are exchanged in 16 bits and added locally, as always on the CPU.",
     )
     moments_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Number format of AdamW's moments."
+        default="float32", description="Number format of moments."
     )
     overlap: Literal["none", "grads", "params", "all"] | None = Field(
         default=None,
@@ -114,10 +140,26 @@ class OptimizerConfig(Section):
         )
 
     def rule(self) -> UpdateRule:
-        """Return the update rule."""
-        return AdamW(
-            beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=self.moments_dtype
-        )
+        """Return the update rule.
+
+        Raises:
+            ConfigError: If the function of ``factory`` cannot be imported.
+        """
+        if self.factory is not None:
+            return TorchOptimizer(factory=import_object(self.factory, setting="optimizer.factory"))
+        dtype = self.moments_dtype
+        if self.name == "sgd":
+            return SGD(momentum=self.momentum, nesterov=self.nesterov, moments_dtype=dtype)
+        if self.name == "lion":
+            return Lion(beta1=self.beta1, beta2=self.beta2, moments_dtype=dtype)
+        adam = AdamW if self.name == "adamw" else Adam
+        return adam(beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=dtype)
+
+    def has(self, hyperparameter: str) -> bool:
+        """Return whether a hyperparameter is one of the optimizer."""
+        is_own = self.factory is not None
+        names = {"sgd": {"momentum"}, "lion": {"beta1", "beta2"}}
+        return not is_own and hyperparameter in names.get(self.name, {"beta1", "beta2", "eps"})
 
     def rate_options(self) -> RateOptions:
         """Return the shape of the learning rate."""
@@ -137,6 +179,8 @@ class OptimizerConfig(Section):
     def default_decay_steps(self, steps: int) -> int:
         """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""
         return {"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[self.schedule]
+
+    _check_factory = field_validator("factory")(check_object_name)
 
     @field_validator("loss_scale")
     @classmethod

@@ -213,6 +213,31 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.optimizer.schedule == "constant",
     ),
     UnusedRule(
+        keys=("optimizer.name", "optimizer.moments_dtype"),
+        reason="optimizer.factory",
+        holds=lambda config: config.optimizer.factory is not None,
+    ),
+    UnusedRule(
+        keys=("optimizer.beta1", "optimizer.beta2"),
+        reason="optimizer.name",
+        holds=lambda config: not config.optimizer.has("beta1"),
+    ),
+    UnusedRule(
+        keys=("optimizer.eps",),
+        reason="optimizer.name",
+        holds=lambda config: not config.optimizer.has("eps"),
+    ),
+    UnusedRule(
+        keys=("optimizer.momentum", "optimizer.nesterov"),
+        reason="optimizer.name",
+        holds=lambda config: not config.optimizer.has("momentum"),
+    ),
+    UnusedRule(
+        keys=("optimizer.nesterov", "optimizer.moments_dtype"),
+        reason="optimizer.momentum",
+        holds=lambda config: config.optimizer.has("momentum") and config.optimizer.momentum == 0,
+    ),
+    UnusedRule(
         keys=("train.eval_steps",),
         reason="train.eval_interval",
         holds=lambda config: config.train.eval_interval == 0,
