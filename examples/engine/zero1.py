@@ -60,7 +60,7 @@ def main() -> None:
     if groups.rank == 0:
         print(optimizer, flush=True)
 
-    rate = RateOptions(lr=3e-3, warmup_steps=2)
+    rate = RateOptions(lr=3e-3, warmup=2)
     per_rank = GLOBAL_BATCH // groups.dp.size
     for step in range(args.steps):
         first = step * GLOBAL_BATCH + groups.dp.position * per_rank
@@ -70,7 +70,7 @@ def main() -> None:
         optimizer.before_backward(is_last=True)  # this backward completes the gradients
         loss.backward()
         result = optimizer.step(
-            lr=learning_rate(step, options=rate, steps=args.steps),
+            lr=learning_rate(step, options=rate, total=args.steps),
             extra=loss.detach().reshape(1),  # summed over ranks in the all-reduce of the norm
         )
         if groups.rank == 0:

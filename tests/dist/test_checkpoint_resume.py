@@ -27,7 +27,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
     "train": {"steps": STEPS, "microbatch_size": 1, "global_batch_size": 24, "eval_interval": 0},
-    "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+    "optimizer": {"lr": 5e-3, "warmup": 2},
 }
 
 

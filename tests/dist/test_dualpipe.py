@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
         "eval_interval": 8,
         "eval_steps": 1,
     },
-    "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+    "optimizer": {"lr": 5e-3, "warmup": 2},
 }
 EXPERTS = {
     "moe.num_experts": 4,

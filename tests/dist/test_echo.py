@@ -43,7 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
         "expert_bias_rate": 0.0,
     },
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
-    "optimizer": {"lr": 2e-3, "warmup_steps": 5, "clip_grad": 0.0},
+    "optimizer": {"lr": 2e-3, "warmup": 5, "clip_grad": 0.0},
 }
 ECHO = {"moe.echo.num_spare_slots": 2, "moe.echo.tolerance": 0.0}
 DOCUMENTED = {"moe.echo.planner": "echo"}

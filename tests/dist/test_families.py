@@ -122,7 +122,7 @@ def train_theirs(theirs: Any, config: ResolvedConfig) -> list[float]:
             (loss / config.num_microbatches(1)).backward()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
-                step, options=settings.rate_options(), steps=config.train.steps
+                step, options=settings.rate_options(), total=config.train.steps
             )
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), settings.clip_grad)
         optimizer.step()

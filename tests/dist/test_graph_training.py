@@ -59,7 +59,7 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "optimizer": {
         "lr": 2e-3,
-        "warmup_steps": 5,
+        "warmup": 5,
         "overlap": "all",
         # Two buckets on every rank: a graph of a whole step starts the first where it needs it.
         "bucket_numel": 1000,

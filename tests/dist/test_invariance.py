@@ -19,7 +19,7 @@ STEPS = 20
 BASE: dict[str, dict[str, Any]] = {
     "model": {**FOUR_LAYERS, "ffn_hidden_size": 64},
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 16, "eval_interval": 10},
-    "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+    "optimizer": {"lr": 2e-3, "warmup": 5},
 }
 
 

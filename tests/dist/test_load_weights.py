@@ -33,7 +33,7 @@ BASE: dict[str, dict[str, Any]] = {
         "eval_interval": 0,
         "seed": 2,
     },
-    "optimizer": {"lr": 2e-3, "warmup_steps": 0, "schedule": "constant"},
+    "optimizer": {"lr": 2e-3, "warmup": 0, "schedule": "constant"},
 }
 LAYOUT = {"parallel.tp": 2, "parallel.pp": 2, "parallel.etp": 1, "parallel.ep": 2}
 

@@ -37,7 +37,7 @@ BASE: dict[str, dict[str, Any]] = {
         "z_loss_coef": 1e-3,
     },
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
-    "optimizer": {"lr": 2e-3, "warmup_steps": 5, "clip_grad": 0.0},
+    "optimizer": {"lr": 2e-3, "warmup": 5, "clip_grad": 0.0},
 }
 
 Gradients = dict[str, Tensor]

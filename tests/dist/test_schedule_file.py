@@ -21,7 +21,7 @@ STEPS = 4
 BASE: dict[str, dict[str, Any]] = {
     "model": {**FOUR_LAYERS},
     "train": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8, "eval_interval": 0},
-    "optimizer": {"lr": 2e-3, "warmup_steps": 1},
+    "optimizer": {"lr": 2e-3, "warmup": 1},
     "parallel": {"pp": 2},
 }
 NAMED: dict[str, dict[str, Any]] = {

@@ -175,7 +175,7 @@ def test_a_diverged_run_ends_and_keeps_the_last_good_checkpoint(
     settings = ("--nproc=2", "--parallel.pp=2", "--checkpoint.interval=1", "--checkpoint.keep=1")
     good = _start(config, tmp_path, *settings, "--train.steps=3").finish(timeout_s=60)
     assert good.code == 0, good.err
-    broken = ("--optimizer.lr=1e37", "--optimizer.warmup_steps=0", "--train.max_skipped_steps=4")
+    broken = ("--optimizer.lr=1e37", "--optimizer.warmup=0", "--train.max_skipped_steps=4")
     resume = "--checkpoint.resume=auto"
     ended = _start(config, tmp_path, *settings, *broken, resume).finish(timeout_s=60)
     assert ended.code == 1

@@ -33,7 +33,7 @@ OVERLAPS = {"overlap": "all"}
 WITH_STEP = {"mode": "full_step"}
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {},
-    "dense, overlaps": {"optimizer": {"lr": 2e-3, "warmup_steps": 5, **OVERLAPS}},
+    "dense, overlaps": {"optimizer": {"lr": 2e-3, "warmup": 5, **OVERLAPS}},
     "dense in float16": {"train": {"dtype": "float16"}},
     "dense, recomputed": {"train": {"recompute": ["selective"]}},
     "experts": {"moe": EXPERTS},
@@ -53,7 +53,7 @@ def make_trainer(model: str, **graphs: Any) -> Trainer:
             "dropout": 0.1,
         },
         "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
-        "optimizer": {"lr": 2e-3, "warmup_steps": 5, "bucket_numel": 20_000},
+        "optimizer": {"lr": 2e-3, "warmup": 5, "bucket_numel": 20_000},
         "graphs": graphs,
     }
     for name, values in MODELS[model].items():

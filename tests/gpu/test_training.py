@@ -32,7 +32,7 @@ def train(device: str, **changes: dict[str, Any]) -> list[float]:
             "dropout": 0.1,
         },
         "train": {"steps": STEPS, "microbatch_size": 4, "global_batch_size": 16},
-        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+        "optimizer": {"lr": 2e-3, "warmup": 5},
     }
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}

@@ -54,13 +54,18 @@ class OptimizerOptions:
 class RateOptions:
     """Shape of the learning rate over a run; see `megacore.optim.learning_rate`.
 
+    Lengths are in steps, samples or tokens, one unit for all of them.
+
     Attributes:
         lr: Highest rate.
         min_lr: Rate after the decay. Default: a tenth of ``lr``.
-        warmup_steps: Steps of linear rise.
         schedule: Shape after the warmup.
-        decay_steps: ``cosine``: the step at which ``min_lr`` is reached; ``wsd``: length of the
-            final decay. Default: the whole run; a fifth of it.
+        warmup: Length of the linear rise to ``lr``.
+        warmup_from: Rate at which the rise starts.
+        decay_end: Length of the run at which ``min_lr`` is reached. Default: the whole run.
+        tail_length: Length of the decay of ``wsd``. Default: a fifth of ``decay_end``, or
+            what the warmup leaves of it, if that is less.
+        tail_shape: Shape of the decay of ``wsd``.
 
     Raises:
         ValueError: If a value is not valid.
@@ -68,9 +73,13 @@ class RateOptions:
 
     lr: float
     min_lr: float | None = None
-    warmup_steps: int = 0
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    decay_steps: int | None = None
+    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
+    warmup: int = 0
+    warmup_from: float = 0.0
+    decay_end: int | None = None
+    tail_length: int | None = None
+    tail_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
 
     def __post_init__(self) -> None:
-        check_values(self, least={"lr": 0, "min_lr": 0, "warmup_steps": 0, "decay_steps": 0})
+        least = {"lr": 0, "min_lr": 0, "warmup": 0, "warmup_from": 0, "tail_length": 0}
+        check_values(self, least={**least, "decay_end": 1})

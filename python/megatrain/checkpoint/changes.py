@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megacore.optim import RateOptions, learning_rate
-from megatrain.checkpoint.format import read_index
+from megacore.optim import RateOptions
+from megatrain.checkpoint.format import CheckpointIndex, read_index
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
 from megatrain.config import OptimizerConfig, ResolvedConfig
+from megatrain.config.optimizer import RunRate
 
 # The settings of a section that affect results.
 _COMPARED: Mapping[str, frozenset[str]] = {
@@ -42,8 +43,14 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
 }
 # Those of [train] that a run has from its start to its end.
 _IDENTITY = frozenset({"seed", "global_batch_size"})
-# Settings that the learning rate is a function of, beside ``train.steps``; noted in one line.
-_RATE = tuple(field.name for field in dataclasses.fields(RateOptions))
+# Settings that the learning rate is a function of, beside the length of the run; noted in one line.
+_RATE = (*(field.name for field in dataclasses.fields(RateOptions)), "schedule_unit")
+# Settings that the length of a run depends on, by the unit in which it is counted.
+_LENGTHS = {
+    "steps": ("train.steps",),
+    "samples": ("train.steps", "train.global_batch_size"),
+    "tokens": ("train.steps", "train.global_batch_size", "model.seq_length"),
+}
 _LONGEST_VALUE = 60
 
 
@@ -54,8 +61,11 @@ def changed_settings(found: Path, config: ResolvedConfig) -> tuple[str, ...]:
         found: The checkpoint that this run continues from.
         config: Resolved configuration of this run.
     """
-    theirs, ours, step = _values(found, config)
-    return compare_settings(theirs, ours, step=step)
+    theirs, ours, index = _values(found, config)
+    state = index.state
+    return compare_settings(
+        theirs, ours, step=state.step, samples=state.samples, tokens=index.tokens
+    )
 
 
 def is_same_run(found: Path, config: ResolvedConfig) -> bool:
@@ -72,14 +82,16 @@ def is_same_run(found: Path, config: ResolvedConfig) -> bool:
     )
 
 
-def _values(found: Path, config: ResolvedConfig) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Return the settings of a checkpoint and those of this run, and the next step."""
+def _values(
+    found: Path, config: ResolvedConfig
+) -> tuple[dict[str, Any], dict[str, Any], CheckpointIndex]:
+    """Return the settings of a checkpoint and those of this run, and the index."""
     index = read_index(found)
     ours = json.loads(config.model_dump_json())
     theirs = copy.deepcopy(dict(index.config))
     if _has_tokenizer_of(found, config.data.tokenizer):
         theirs = theirs | {"data": theirs.get("data", {}) | {"tokenizer": config.data.tokenizer}}
-    return theirs, ours, index.state.step
+    return theirs, ours, index
 
 
 def _has_tokenizer_of(found: Path, tokenizer: str) -> bool:
@@ -92,7 +104,12 @@ def _has_tokenizer_of(found: Path, tokenizer: str) -> bool:
 
 
 def compare_settings(
-    theirs: Mapping[str, Any], ours: Mapping[str, Any], *, step: int = 0
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    *,
+    step: int = 0,
+    samples: int = 0,
+    tokens: int = 0,
 ) -> tuple[str, ...]:
     """List the notes of `changed_settings` from plain values.
 
@@ -100,12 +117,14 @@ def compare_settings(
         theirs: Sections of the checkpoint.
         ours: Sections of this run.
         step: The next step, from 0.
+        samples: Samples consumed so far.
+        tokens: Tokens consumed so far.
 
     Example:
         >>> compare_settings({"train": {"seed": 1, "steps": 9}}, {"train": {"seed": 2, "steps": 8}})
         ('train.seed 1 -> 2 since the checkpoint',)
     """
-    notes = _rate_notes(theirs, ours, step)
+    notes = _rate_notes(theirs, ours, step=step, samples=samples, tokens=tokens)
     for section in ("optimizer", "model", "moe", "data", "train", "debug"):
         before, now = theirs.get(section, {}), ours.get(section, {})
         for key in sorted(set(before) & set(now)):
@@ -165,9 +184,12 @@ def _show_number(value: float) -> str:
 # ---- the learning rate ---------------------------------------------------------------------------
 
 
-def _rate_notes(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int) -> list[str]:
+def _rate_notes(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], *, step: int, samples: int, tokens: int
+) -> list[str]:
     """Return a note on changes of the learning rate, with its jump at the next step if any."""
-    before, now = _Rate.of(theirs), _Rate.of(ours)
+    before = _Rate.of(theirs, step=step, samples=samples, tokens=tokens)
+    now = _Rate.of(ours, step=step, samples=samples, tokens=tokens)
     if before is None or now is None or not (changes := before.changes(now)):
         return []
     causes = ", ".join(changes)
@@ -177,50 +199,73 @@ def _rate_notes(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int) -
     return [f"learning rate {last} -> {first} at step {step + 1:,}: {causes}"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rate:
-    """Learning rate of a resolved configuration.
+    """Learning rate of a resolved configuration, from a point of a run.
 
-    Args:
+    Attributes:
         config: The ``[optimizer]`` section, with derived values.
-        steps: ``train.steps``.
+        lengths: Settings that the length of the run depends on.
+        run: The rate by step.
     """
 
-    def __init__(self, config: OptimizerConfig, steps: int) -> None:
-        self._config = config
-        self._steps = steps
+    config: OptimizerConfig
+    lengths: Mapping[str, int]
+    run: RunRate
 
     @classmethod
-    def of(cls, sections: Mapping[str, Any]) -> _Rate | None:
+    def of(
+        cls, sections: Mapping[str, Any], *, step: int, samples: int, tokens: int
+    ) -> _Rate | None:
         """Take the rate of a configuration as plain values; ``None`` if it is incomplete."""
-        values, steps = sections.get("optimizer", {}), sections.get("train", {}).get("steps")
-        if steps is None or any(key not in values for key in _RATE):
+        values = {name: sections.get(name, {}) for name in ("optimizer", "train", "model")}
+        if any(key not in values["optimizer"] for key in _RATE):
             return None
-        return cls(OptimizerConfig(**{key: values[key] for key in _RATE}), steps)
+        config = OptimizerConfig(**{key: values["optimizer"][key] for key in _RATE})
+        lengths: dict[str, int] = {}
+        for key in _LENGTHS[config.schedule_unit]:
+            section, _, name = key.partition(".")
+            if name not in values[section]:
+                return None
+            lengths[key] = values[section][name]
+        batch, seq_length = (
+            lengths.get("train.global_batch_size", 1),
+            lengths.get("model.seq_length", 1),
+        )
+        run = config.rate_of_run(
+            steps=lengths["train.steps"],
+            global_batch_size=batch,
+            seq_length=seq_length,
+            sample_offset=samples - step * batch,
+            token_offset=tokens - step * batch * seq_length,
+        )
+        return cls(config=config, lengths=lengths, run=run)
 
     def at(self, step: int) -> float:
         """Compute the learning rate of a step."""
-        return learning_rate(step, options=self._config.rate_options(), steps=self._steps)
+        return self.run.at(step)
 
     def changes(self, now: _Rate) -> list[str]:
         """List the settings that differ, without those that follow from others."""
         mine, other = self._facts(), now._facts()
         found = [change for key in mine for change in _changes(key, mine[key], other[key])]
-        if self._steps == now._steps or self._length_facts() == now._length_facts():
+        if not (self._follows_length or now._follows_length) or self.run.total == now.run.total:
             return found
-        return [*_changes("train.steps", self._steps, now._steps), *found]
+        lengths = [
+            change
+            for key in self.lengths.keys() & now.lengths.keys()
+            for change in _changes(key, self.lengths[key], now.lengths[key])
+        ]
+        return [*sorted(lengths, reverse=True), *found]
+
+    @property
+    def _follows_length(self) -> bool:
+        """Whether the length of the run has an effect on the rate."""
+        has_end = self.config.schedule not in ("constant", "inverse_sqrt")
+        return has_end and self.config.decay_end is None
 
     def _facts(self) -> dict[str, Any]:
-        config = self._config
-        facts = {f"optimizer.{key}": getattr(config, key) for key in _RATE}
-        if config.min_lr == config.lr / 10:
+        facts = {f"optimizer.{key}": getattr(self.config, key) for key in _RATE}
+        if self.config.min_lr == self.config.lr / 10:
             facts["optimizer.min_lr"] = None
-        if config.decay_steps == config.default_decay_steps(self._steps):
-            facts["optimizer.decay_steps"] = None
         return facts
-
-    def _length_facts(self) -> tuple[int | None, int | None]:
-        """Return the numbers through which the steps of the run act on the rate."""
-        config = self._config
-        if config.schedule == "constant":
-            return None, None
-        return config.decay_steps, self._steps if config.schedule == "wsd" else None

@@ -40,6 +40,7 @@ class TrainState:
     Attributes:
         step: Finished steps, including skipped updates; the number of the next step, from 0.
         samples: Samples consumed.
+        tokens: Tokens of these samples; ``None`` in checkpoints that do not count them.
         optimizer: Scalars of the optimizer, see `DistributedOptimizer.scalars`.
         control: History of losses and skipped updates that decisions depend on, as JSON values.
         data: Sizes of the order of samples, and content of the sources, as JSON values.
@@ -48,6 +49,7 @@ class TrainState:
 
     step: int
     samples: int
+    tokens: int | None = None
     optimizer: Mapping[str, float | int]
     control: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +71,13 @@ class CheckpointIndex:
     config: dict[str, Any]
     topology: dict[str, Any]
     files: dict[str, FileSum]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed: sequences of the checkpoint's length, if it does not count tokens."""
+        if self.state.tokens is not None:
+            return self.state.tokens
+        return self.state.samples * int(self.config["model"]["seq_length"])
 
     def to_json(self) -> str:
         """Format the text of ``index.json``."""

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from megacore.errors import ConfigError, MegacoreError, PeerLostError, printable
 from megacore.suggest import did_you_mean
 from megatrain.config import setting_homes, split_overrides
-from megatrain.config.other_names import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +199,6 @@ def _describe_unknown(
     if not first.startswith("-"):
         return f"unexpected argument {first!r}; see {parser.prog} --help"
     name = first.lstrip("-").replace("-", "_")
-    if command.takes_settings and name in ELSEWHERE:
-        return f"unknown option {first}; did you mean --{ELSEWHERE[name]}?"
     homes = setting_homes(name) if command.takes_settings else []
     if homes:
         return f"unknown option {first}; did you mean --{' or --'.join(homes)}?"

@@ -22,6 +22,8 @@ from megacore.errors import ConfigError
 from megacore.suggest import closest_matches
 
 MAX_SIZE = 1 << 31
+# Settings that are no size of anything: a seed, and numbers of tokens of a run.
+_LARGE = frozenset({"seed", "warmup", "decay_end", "tail_length"})
 MAX_TIMEOUT_S = 7 * 86400.0
 
 
@@ -121,7 +123,7 @@ class Section(BaseModel, metaclass=_SectionType):
     @classmethod
     def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
         # The native core has 32-bit sizes; larger ones would only take hours or all memory.
-        if isinstance(value, int) and value >= MAX_SIZE and info.field_name != "seed":
+        if isinstance(value, int) and value >= MAX_SIZE and info.field_name not in _LARGE:
             raise ValueError(f"must be below {MAX_SIZE:,}")
         return value
 

@@ -405,7 +405,7 @@ def _unknown_key(section: str, name: str) -> str:
     classes = section_classes()
     key = f"{section}.{name}"
     if name in ELSEWHERE:
-        return f"unknown key {key}; did you mean {ELSEWHERE[name]}?"
+        return f"unknown key {key}; did you mean {' or '.join(setting_homes(name))}?"
     if section not in classes:
         if homes := setting_homes(section):
             return f"{section} stands outside any section; did you mean {' or '.join(homes)}?"
@@ -423,10 +423,11 @@ def _unknown_key(section: str, name: str) -> str:
 
 
 def setting_homes(name: str) -> list[str]:
-    """Return the full keys of all fields called ``name``.
+    """Return the full keys of all settings called ``name``, elsewhere or here.
 
     Example:
-        >>> setting_homes("lr")
-        ['optimizer.lr']
+        >>> setting_homes("lr"), setting_homes("train_iters")
+        (['optimizer.lr'], ['train.steps'])
     """
-    return [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.by_key()]
+    homes = [f"{home}.{name}" for home, cls in section_classes().items() if name in cls.by_key()]
+    return [*ELSEWHERE.get(name, "").split(), *homes]

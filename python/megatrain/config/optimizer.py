@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
+from megacore.optim import learning_rate
 from megacore.optim.options import RateOptions
 from megacore.optim.rules.adam import Adam
 from megacore.optim.rules.adamw import AdamW
@@ -17,6 +19,33 @@ from megacore.optim.rules.torch_optimizer import TorchOptimizer
 from megacore.optim.update_rule import UpdateRule
 from megatrain.config.base import Section
 from megatrain.config.user_objects import check_object_name, import_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRate:
+    """Learning rate of a run by step, whatever the unit of its schedule.
+
+    Attributes:
+        options: Shape of the rate.
+        steps: Steps of the whole run.
+        step_size: Length of a step in the unit of the schedule.
+        offset: Length of all earlier steps beyond ``step_size`` of each, if that has changed.
+    """
+
+    options: RateOptions
+    steps: int
+    step_size: int
+    offset: int = 0
+
+    @property
+    def total(self) -> int:
+        """Length of the whole run in the unit of the schedule."""
+        return self.offset + self.steps * self.step_size
+
+    def at(self, step: int) -> float:
+        """Compute the learning rate of step ``step``, from 0."""
+        done = self.offset + step * self.step_size
+        return learning_rate(done, options=self.options, total=self.total, step_size=self.step_size)
 
 
 class OptimizerConfig(Section):
@@ -37,20 +66,42 @@ class OptimizerConfig(Section):
     min_lr: float | None = Field(
         default=None, ge=0.0, description="Learning rate after the decay. Default: `lr` / 10."
     )
-    warmup_steps: int = Field(
+    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
+        default="cosine",
+        description="Shape after the warmup: a cosine or linear decay, none, a fall with the "
+        "inverse square root, or warmup-stable-decay, which stays at `lr` until its tail. See "
+        "learning-rate.md.",
+    )
+    schedule_unit: Literal["steps", "samples", "tokens"] = Field(
+        default="steps",
+        description="Unit of `warmup`, `decay_end` and `tail_length`: optimizer steps, sequences, "
+        "or tokens (sequences x `model.seq_length`).",
+    )
+    warmup: int = Field(
         default=0,
         ge=0,
-        description="Steps of linear rise from 0 to `lr`; a shorter run does not reach it.",
+        description="Length of the linear rise from `warmup_from` to `lr`, in `schedule_unit`; a "
+        "shorter run does not reach it.",
     )
-    schedule: Literal["cosine", "wsd", "constant"] = Field(
-        default="cosine",
-        description="Shape after the warmup: cosine decay, warmup-stable-decay, or constant.",
+    warmup_from: float = Field(
+        default=0.0, ge=0.0, description="Learning rate at which the warmup starts."
     )
-    decay_steps: int | None = Field(
+    decay_end: int | None = Field(
+        default=None,
+        ge=1,
+        description="Length of the run at which `min_lr` is reached, in `schedule_unit`. Default: "
+        "the end of the run.",
+    )
+    tail_length: int | None = Field(
         default=None,
         ge=0,
-        description="cosine: the step at which `min_lr` is reached (default `train.steps`); "
-        "wsd: length of the final decay (default 20% of `train.steps`); constant: unused.",
+        description="wsd: length of the decay before `decay_end`, in `schedule_unit`. Default: a "
+        "fifth of `decay_end`, or what the warmup leaves of it, if that is less.",
+    )
+    tail_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="linear",
+        description="wsd: shape of the decay; with x from 0 to 1, 1 - x, half a cosine, "
+        "2 x 0.5^x - 1, or 1 - sqrt(x).",
     )
     weight_decay: float = Field(default=0.1, ge=0.0, description="Weight decay of matrices.")
     beta1: float = Field(
@@ -166,19 +217,45 @@ class OptimizerConfig(Section):
         return RateOptions(
             lr=self.lr,
             min_lr=self.min_lr,
-            warmup_steps=self.warmup_steps,
             schedule=self.schedule,
-            decay_steps=self.decay_steps,
+            warmup=self.warmup,
+            warmup_from=self.warmup_from,
+            decay_end=self.decay_end,
+            tail_length=self.tail_length,
+            tail_shape=self.tail_shape,
+        )
+
+    def rate_of_run(
+        self,
+        *,
+        steps: int,
+        global_batch_size: int,
+        seq_length: int,
+        sample_offset: int = 0,
+        token_offset: int = 0,
+    ) -> RunRate:
+        """Return the learning rate of a run by step.
+
+        Args:
+            steps: Steps of the whole run.
+            global_batch_size: Samples per step.
+            seq_length: Tokens per sample.
+            sample_offset: Samples of earlier steps beyond ``global_batch_size`` of each.
+            token_offset: Tokens of earlier steps beyond those of each step now.
+        """
+        offsets = {"steps": 0, "samples": sample_offset, "tokens": token_offset}
+        sizes = {"samples": global_batch_size, "tokens": global_batch_size * seq_length}
+        return RunRate(
+            options=self.rate_options(),
+            steps=steps,
+            step_size=sizes.get(self.schedule_unit, 1),
+            offset=offsets[self.schedule_unit],
         )
 
     @property
     def sharded_instances(self) -> int:
         """Instances that shard the state; 1 without sharding, where all ranks form one."""
         return self.num_instances if self.distributed else 1
-
-    def default_decay_steps(self, steps: int) -> int:
-        """Return ``decay_steps`` of a run of ``steps`` steps that does not set it."""
-        return {"cosine": steps, "wsd": max(1, steps // 5), "constant": 0}[self.schedule]
 
     _check_factory = field_validator("factory")(check_object_name)
 
@@ -194,9 +271,10 @@ class OptimizerConfig(Section):
         return scale
 
     @model_validator(mode="after")
-    def _check_min_lr(self) -> Self:
-        if self.min_lr is not None and self.min_lr > self.lr:
-            raise ValueError(
-                f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
-            )
+    def _check_rates(self) -> Self:
+        for name, rate in {"min_lr": self.min_lr, "warmup_from": self.warmup_from}.items():
+            if rate is not None and rate > self.lr:
+                raise ValueError(
+                    f"{name} = {rate:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
+                )
         return self

@@ -150,7 +150,6 @@ def _fill(
             config.optimizer,
             overlap="all" if backend == "nccl" else "none",
             min_lr=config.optimizer.lr / 10,
-            decay_steps=config.optimizer.default_decay_steps(steps),
         ),
         "checkpoint": _filling(
             resolved.ResolvedCheckpointConfig, config.checkpoint, dir=f"{run.dir}/checkpoints"
@@ -258,22 +257,28 @@ def _check_transport(problems: ConfigErrors, config: ResolvedConfig) -> None:
 
 
 def _check_decay(problems: ConfigErrors, config: ResolvedConfig) -> None:
-    steps, optimizer = config.train.steps, config.optimizer
-    set_decay = problems.config.optimizer.decay_steps
-    decay = problems.shown("optimizer.decay_steps")
-    warmup = problems.shown("optimizer.warmup_steps")
-    if optimizer.schedule == "cosine" and set_decay is not None:
-        if set_decay <= optimizer.warmup_steps:
+    optimizer, warmup = config.optimizer, problems.shown("optimizer.warmup")
+    if optimizer.schedule == "constant":
+        return
+    if optimizer.decay_end is not None and optimizer.decay_end <= optimizer.warmup:
+        problems.add(
+            f"{problems.shown('optimizer.decay_end')} is not above {warmup}: the decay would end "
+            f"before it begins; use at least {optimizer.warmup + 1}"
+        )
+    elif optimizer.schedule == "wsd" and optimizer.tail_length is not None:
+        total = optimizer.rate_of_run(
+            steps=config.train.steps,
+            global_batch_size=config.train.global_batch_size,
+            seq_length=config.model.seq_length,
+        ).total
+        is_set = optimizer.decay_end is not None
+        end = total if optimizer.decay_end is None else optimizer.decay_end
+        room = max(0, end - optimizer.warmup)
+        if optimizer.tail_length > room:
+            last = problems.shown("optimizer.decay_end" if is_set else "train.steps")
             problems.add(
-                f"{decay} is not above {warmup}: the decay would end before it begins; "
-                f"use at least {optimizer.warmup_steps + 1}"
-            )
-    elif optimizer.schedule == "wsd":
-        room = max(0, steps - optimizer.warmup_steps)
-        if optimizer.decay_steps > room:
-            problems.add(
-                f"{decay} plus {warmup} is more than {problems.shown('train.steps')}; use at most "
-                f"{room} decay steps"
+                f"{problems.shown('optimizer.tail_length')} plus {warmup} is more than {last}; "
+                f"use a tail of at most {room} {optimizer.schedule_unit}"
             )
 
 

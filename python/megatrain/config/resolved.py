@@ -55,10 +55,9 @@ class ResolvedTrainConfig(TrainSectionConfig):
 
 
 class ResolvedOptimizerConfig(OptimizerConfig):
-    """``[optimizer]`` with the end of the decay, and the communication that overlaps."""
+    """``[optimizer]`` with the lowest learning rate, and the communication that overlaps."""
 
     min_lr: float
-    decay_steps: int
     overlap: Literal["none", "grads", "params", "all"]
 
     def options(self) -> OptimizerOptions:

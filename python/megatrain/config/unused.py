@@ -208,7 +208,7 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         ),
     ),
     UnusedRule(
-        keys=("optimizer.min_lr", "optimizer.decay_steps"),
+        keys=("optimizer.min_lr", "optimizer.decay_end"),
         reason="optimizer.schedule",
         holds=lambda config: config.optimizer.schedule == "constant",
     ),
@@ -236,6 +236,25 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         keys=("optimizer.nesterov", "optimizer.moments_dtype"),
         reason="optimizer.momentum",
         holds=lambda config: config.optimizer.has("momentum") and config.optimizer.momentum == 0,
+    ),
+    UnusedRule(
+        keys=("optimizer.tail_length", "optimizer.tail_shape"),
+        reason="optimizer.schedule",
+        holds=lambda config: config.optimizer.schedule != "wsd",
+    ),
+    UnusedRule(
+        keys=("optimizer.warmup_from",),
+        reason="optimizer.warmup",
+        holds=lambda config: config.optimizer.warmup == 0,
+    ),
+    UnusedRule(
+        keys=("optimizer.schedule_unit",),
+        reason="optimizer.warmup",
+        holds=lambda config: (
+            config.optimizer.warmup == 0
+            and config.optimizer.decay_end is None
+            and config.optimizer.tail_length is None
+        ),
     ),
     UnusedRule(
         keys=("train.eval_steps",),
@@ -342,11 +361,16 @@ def surprise_notes(filled: ResolvedConfig) -> Iterator[str]:
             + (' and moe.score_function = "softmax"' if is_after else "")
             + ", or a balancing loss (moe.aux_loss_coef)"
         )
-    if optimizer.warmup_steps > steps:
+    rate = optimizer.rate_of_run(
+        steps=steps,
+        global_batch_size=filled.train.global_batch_size,
+        seq_length=filled.model.seq_length,
+    )
+    if optimizer.warmup > rate.total:
         yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps:,} is more than train.steps = "
-            f"{steps:,}: the learning rate ends at {steps / optimizer.warmup_steps:.2g} of "
-            "optimizer.lr"
+            f"optimizer.warmup = {optimizer.warmup:,} is more than the {rate.total:,} "
+            f"{optimizer.schedule_unit} of the run: the learning rate ends at "
+            f"{rate.at(steps - 1):.2g}, below optimizer.lr = {optimizer.lr:g}"
         )
     if optimizer.lr == 0:
         yield "optimizer.lr = 0: no weight changes"

@@ -174,7 +174,11 @@ class _Run:
         self._config = config
         self._first_step = first_step
         # Not 0 if the batch size has changed, so that the data continue at the same sample.
+        self._tokens_per_step = config.train.global_batch_size * config.model.seq_length
+        assert start.tokens is not None
+        # For learning rates over samples or tokens, too.
         self._sample_offset = start.samples - start.step * config.train.global_batch_size
+        self._token_offset = start.tokens - start.step * self._tokens_per_step
         self._is_main = trainer.groups.rank == 0
         self._dir = Path(config.run.dir)
         self._is_due_to_save = False
@@ -352,6 +356,7 @@ class _Run:
         metrics = trainer.train_step(
             step,
             sample_offset=self._sample_offset,
+            token_offset=self._token_offset,
             recorder=self._new_recorder(step),
             search=search,
         )
@@ -408,7 +413,9 @@ class _Run:
             step=step + 1,
             loss=metrics.loss if has_labels else None,
             grad_norm=metrics.grad_norm if has_labels else None,
-            lr=self._trainer.learning_rate(step),
+            lr=self._trainer.learning_rate(
+                step, sample_offset=self._sample_offset, token_offset=self._token_offset
+            ),
             step_time_s=metrics.step_time_s,
             num_skipped=metrics.num_skipped,
             samples=self._samples_after(step + 1),
@@ -456,6 +463,7 @@ class _Run:
             self._callbacks,
             step=step,
             samples=self._samples_after(step),
+            tokens=step * self._tokens_per_step + self._token_offset,
         )
         # The former checkpoint may be the last good one, if this update made the weights useless.
         failure = self._saver.save(state, keep_all=True)

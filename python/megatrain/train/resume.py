@@ -36,7 +36,7 @@ def resume_run(
         if config.checkpoint.resume == "auto":
             place = config.checkpoint.dir
             notes = (f"checkpoint.resume = auto: no checkpoint in {place}, so this is a new run",)
-        return trainer, TrainState(step=0, samples=0, optimizer={}), notes
+        return trainer, TrainState(step=0, samples=0, tokens=0, optimizer={}), notes
     optimizer = trainer.optimizer
     state = load_checkpoint(
         found.path,
@@ -54,6 +54,7 @@ def resume_run(
     _load_callbacks(config.train.callbacks, callbacks, state.callbacks)
     changed = changed_settings(found.path, config)
     trainer, notes = _continue_order(trainer, found.path, state)
+    state = replace(state, tokens=read_index(found.path).tokens)
     return trainer, state, changed + notes + _changed_sources(trainer, state)
 
 
@@ -64,6 +65,7 @@ def run_state(
     *,
     step: int,
     samples: int,
+    tokens: int,
 ) -> TrainState:
     """Collect everything that a resumed run needs besides tensors.
 
@@ -74,6 +76,7 @@ def run_state(
     return TrainState(
         step=step,
         samples=samples,
+        tokens=tokens,
         optimizer=trainer.optimizer.scalars(),
         control=control.state(),
         data=data,

@@ -16,7 +16,7 @@ import torch
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
 from megacore.errors import ConfigError, DataError
-from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, learning_rate
+from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
@@ -98,14 +98,15 @@ class Trainer:
         step: int,
         *,
         sample_offset: int = 0,
+        token_offset: int = 0,
         recorder: ActionRecorder | None = None,
         search: NonFiniteSearch | None = None,
     ) -> StepMetrics:
         """Run optimizer step number ``step`` (from 0) on the samples selected by `microbatch`.
 
-        See :meth:`TrainStep.train`.
+        See :meth:`TrainStep.train` and, for the offsets, `OptimizerConfig.rate_of_run`.
         """
-        lr = self.learning_rate(step)
+        lr = self.learning_rate(step, sample_offset=sample_offset, token_offset=token_offset)
         self.routing.start_step(step)
         if sample_offset not in self.prefetched:
             self.prefetched[sample_offset] = Prefetch(
@@ -127,10 +128,16 @@ class Trainer:
         ]
         return self.optimizer.pieces() + buffers
 
-    def learning_rate(self, step: int) -> float:
-        """Compute the learning rate of step ``step``."""
-        options = self.config.optimizer.rate_options()
-        return learning_rate(step, options=options, steps=self.config.train.steps)
+    def learning_rate(self, step: int, *, sample_offset: int = 0, token_offset: int = 0) -> float:
+        """Compute the learning rate of step ``step``; see `OptimizerConfig.rate_of_run`."""
+        rate = self.config.optimizer.rate_of_run(
+            steps=self.config.train.steps,
+            global_batch_size=self.config.train.global_batch_size,
+            seq_length=self.config.model.seq_length,
+            sample_offset=sample_offset,
+            token_offset=token_offset,
+        )
+        return rate.at(step)
 
     def evaluate(
         self, *, whole: bool = False, on_batch: Callable[[], None] | None = None

@@ -239,7 +239,16 @@ def test_changed_settings_are_named_where_they_matter() -> None:
     assert compare_settings(ours, ours) == ()
 
 
-RATE: dict[str, Any] = {"min_lr": 3e-4, "warmup_steps": 0, "schedule": "cosine", "decay_steps": 36}
+RATE: dict[str, Any] = {
+    "min_lr": 3e-4,
+    "schedule": "cosine",
+    "schedule_unit": "steps",
+    "warmup": 0,
+    "warmup_from": 0.0,
+    "decay_end": None,
+    "tail_length": None,
+    "tail_shape": "linear",
+}
 
 
 @pytest.mark.parametrize(
@@ -248,17 +257,17 @@ RATE: dict[str, Any] = {"min_lr": 3e-4, "warmup_steps": 0, "schedule": "cosine",
         ({}, {}, []),
         (
             {},
-            {"steps": 44, "decay_steps": 44},
+            {"steps": 44},
             ["learning rate 3.05e-4 -> 5.14e-4 at step 37: train.steps 36 -> 44"],
         ),
         # The curve is set, so another length of the run changes nothing.
-        ({"decay_steps": 50}, {"decay_steps": 50, "steps": 44}, []),
+        ({"decay_end": 50}, {"decay_end": 50, "steps": 44}, []),
         (
-            {"schedule": "constant", "decay_steps": 0},
-            {"schedule": "wsd", "decay_steps": 9, "steps": 90},
+            {"schedule": "constant"},
+            {"schedule": "wsd", "tail_length": 9, "steps": 90},
             [
                 "learning rate as before at step 37, but not later: train.steps 36 -> 90, "
-                "optimizer.schedule constant -> wsd, optimizer.decay_steps not set -> 9"
+                "optimizer.schedule constant -> wsd, optimizer.tail_length not set -> 9"
             ],
         ),
         ({}, {"beta1": 0.8}, ["optimizer.beta1 0.9 -> 0.8 since the checkpoint"]),

@@ -31,7 +31,6 @@ def test_every_derived_setting_is_filled() -> None:
     assert config.model.vocab_size == 300
     assert config.parallel.etp == 2
     assert config.optimizer.min_lr == pytest.approx(3e-4)
-    assert config.optimizer.decay_steps == 100
     assert config.run.dir == "runs/x"
     assert config.checkpoint.dir == "runs/x/checkpoints"
     assert (config.run.nproc, config.run.backend, config.debug.trace_step) == (4, "gloo", 50)
@@ -62,7 +61,6 @@ def test_set_values_are_kept() -> None:
     config = resolve(config, 1, vocab_size=256, cuda=True)
     assert (config.model.vocab_size, config.optimizer.min_lr) == (100, 0.0)
     assert (config.run.dir, config.checkpoint.dir, config.run.backend) == ("d", "c", "gloo")
-    assert config.optimizer.decay_steps == 20
 
 
 def test_resolving_twice_changes_nothing() -> None:
@@ -337,15 +335,29 @@ def test_layouts_that_other_rules_refuse_are_not_suggested(
             "--pipeline.layout='Et*2|t*3L'",
         ),
         (
-            {"optimizer__warmup_steps": "20", "optimizer__decay_steps": "20"},
+            {"optimizer__warmup": "20", "optimizer__decay_end": "20"},
             1,
-            "optimizer.decay_steps = 20 (--optimizer.decay_steps=20) is not above "
-            "optimizer.warmup_steps = 20 (--optimizer.warmup_steps=20)",
+            "optimizer.decay_end = 20 (--optimizer.decay_end=20) is not above "
+            "optimizer.warmup = 20 (--optimizer.warmup=20)",
         ),
         (
-            {"optimizer__schedule": "wsd", "optimizer__warmup_steps": "90"},
+            {
+                "optimizer__schedule": "wsd",
+                "optimizer__warmup": "90",
+                "optimizer__tail_length": "11",
+            },
             1,
-            "use at most 10 decay steps",
+            "is more than train.steps = 100 (default); use a tail of at most 10 steps",
+        ),
+        (
+            {
+                "optimizer__schedule": "wsd",
+                "optimizer__schedule_unit": "samples",
+                "optimizer__warmup": "90",
+                "optimizer__tail_length": "3111",
+            },
+            1,
+            "use a tail of at most 3110 samples",
         ),
         ({"parallel__order": "tp-pp"}, 2, "leaves out dp, which has size 2"),
     ],
@@ -403,10 +415,7 @@ def test_slices_of_a_sequence_are_one_problem_with_experts_too() -> None:
 
 
 def test_a_run_may_be_shorter_than_its_warmup() -> None:
-    config = resolve(
-        make(optimizer__warmup_steps="50", train__steps="5"), 1, vocab_size=256, cuda=False
-    )
-    assert config.optimizer.decay_steps == 5
+    resolve(make(optimizer__warmup="50", train__steps="5"), 1, vocab_size=256, cuda=False)
 
 
 def test_expert_tensor_size_may_be_one_without_experts() -> None:

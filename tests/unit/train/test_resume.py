@@ -263,6 +263,30 @@ def test_a_jump_of_the_learning_rate_is_noted_with_its_causes(
     assert "->" not in _notes(capsys)
 
 
+@pytest.mark.parametrize(("unit", "batch", "seq_length"), [("samples", 4, 8), ("tokens", 4, 16)])
+def test_a_schedule_over_samples_or_tokens_goes_on_where_it_was(
+    tmp_path: Path, unit: str, batch: int, seq_length: int
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    per_step = {"samples": 2, "tokens": 2 * 8}[unit]
+    optimizer: dict[str, Any] = {
+        "schedule": "linear",
+        "schedule_unit": unit,
+        "warmup": 2 * per_step,
+        "decay_end": 20 * per_step,
+    }
+    optimizer |= {"lr": 1.0, "min_lr": 0.0}
+    _train(tmp_path, steps=4, batch_size=2, optimizer=optimizer)
+    changes: dict[str, Any] = {"optimizer": optimizer, "model": {"seq_length": seq_length}}
+    _train(tmp_path, steps=6, batch_size=batch, resume="auto", **changes)
+    _train(tmp_path, steps=7, batch_size=batch, resume="auto", **changes)  # resumed twice
+    growth = {"samples": 2, "tokens": 4}[unit]  # of a step, in that unit
+    done = [2, 3, *(4 + growth * step for step in range(3))]
+    assert [record["lr"] for record in _records(tmp_path)] == pytest.approx(
+        [0.5, 1.0, *(1 - (each - 2) / 18 for each in done)]
+    )
+
+
 def test_a_restart_with_another_rate_is_the_same_run_and_with_another_seed_it_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ from tests.support.graphed_training import (
         (FULL, {"moe": {**STATIC, "expert_bias": True, "jitter": 0.1}}),
         (PARTIAL, {"model": {"num_mtp_layers": 1}}),
         (FULL, {"optimizer": OVERLAPS}),
-        (WITH_STEP, {"optimizer": {**OVERLAPS, "warmup_steps": 4, "clip_grad": 0.1}}),
+        (WITH_STEP, {"optimizer": {**OVERLAPS, "warmup": 4, "clip_grad": 0.1}}),
         (WITH_STEP, {"train": {"dtype": "float16"}, "optimizer": {"loss_scale_interval": 2}}),
         (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
         (WITH_STEP, {"optimizer": {"name": "lion", "lr": 3e-4}}),
