@@ -22,6 +22,7 @@ from megacore.ops.optim import (
     sum_of_squares,
 )
 from megacore.optim.gradients import (
+    count_zeros,
     grad_ranges,
     needs_sum,
     norm_parts,
@@ -421,6 +422,24 @@ class DistributedOptimizer:
             if item.counted:
                 total += sum_of_squares(item.param)
         return total
+
+    @torch.no_grad()
+    def count_zero_grads(self) -> Tensor:
+        """Count this rank's share of the zeros in the gradient of a step. Collective.
+
+        Over all ranks, each element is counted once. Reduces the gradients first, see
+        :meth:`reduce_grads`.
+
+        Returns:
+            ``(1,)``, fp64, on the device: a number for ``extra`` of :meth:`step`.
+
+        Sync:
+            None on CUDA.
+        """
+        with in_phase(self._clock, "grad_reduce"):
+            self.reduce_grads()
+        with in_phase(self._clock, "optimizer"):
+            return count_zeros(self._grad_ranges, device=self._device)
 
     def _finish_update(self, gathers: Sequence[PendingCollective]) -> None:
         if self._gatherer is not None:

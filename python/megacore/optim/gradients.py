@@ -106,11 +106,15 @@ def merge_neighbours(
 
 @dataclass(frozen=True, kw_only=True)
 class GradRange:
-    """Consecutive reduced gradients of this rank, their weights, and if they count in a norm."""
+    """Consecutive reduced gradients of this rank, their weights, and if they count in a norm.
+
+    ``numel`` is that of the parameters, without the zeros between them that align each.
+    """
 
     grad: Tensor
     param: Tensor
     counted: bool
+    numel: int
 
 
 def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> list[GradRange]:
@@ -131,6 +135,7 @@ def grad_ranges(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> li
                     grad=buffer.grad_data[own],
                     param=buffer.param_data[own],
                     counted=counted[run[0].param_index],
+                    numel=sum(piece.world_end - piece.world_start for piece in run),
                 )
             )
     return ranges
@@ -157,3 +162,16 @@ def norm_parts(ranges: Sequence[GradRange], *, device: torch.device) -> Tensor:
             others = others + squares
     finite = torch.isfinite(counted + others)
     return torch.stack([torch.where(finite, counted, zero), (~finite).double()])
+
+
+def count_zeros(ranges: Sequence[GradRange], *, device: torch.device) -> Tensor:
+    """Count the zeros of this rank's share of the gradient; ``(1,)``, fp64, on ``device``.
+
+    Sync:
+        None on CUDA.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for item in ranges:
+        if item.counted:
+            total += item.numel - torch.count_nonzero(item.grad)
+    return total

@@ -47,6 +47,11 @@ class DebugConfig(Section):
         description="Give all experts the same number of tokens, regardless of scores; for "
         "benchmarks.",
     )
+    count_zeros: bool = Field(
+        default=False,
+        description="Count the zeros in the gradient of each step, the metric "
+        "`num_zeros_in_grad`; one more pass over the reduced gradients.",
+    )
     check_messages: bool = Field(
         default=False,
         description="Send a header before each message between stages, and stop with both names "

@@ -51,6 +51,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "intermediate_size": "model.ffn_hidden_size",
         "learning_rate": "optimizer.lr",
         "local_batch_size": "train.microbatch_size",
+        "log_num_zeros_in_grad": "debug.count_zeros",
         "lr_decay_iters": "optimizer.decay_end",
         "lr_decay_samples": "optimizer.decay_end",
         "lr_decay_steps": "optimizer.decay_end",

@@ -413,6 +413,7 @@ class _Run:
             step=step + 1,
             loss=metrics.loss if has_labels else None,
             grad_norm=metrics.grad_norm if has_labels else None,
+            num_zeros_in_grad=metrics.num_zeros_in_grad,
             lr=self._trainer.learning_rate(
                 step, sample_offset=self._sample_offset, token_offset=self._token_offset
             ),

@@ -84,6 +84,12 @@ class StepRecord:
         torchtitan="grad_norm",
         console="grad {:.2f}",
     )
+    num_zeros_in_grad: int | None = _metric(
+        "train",
+        "zeros in the gradient of the step, with `debug.count_zeros`",
+        megatron="num-zeros",
+        default=None,
+    )
     param_norm: float | None = _metric(
         "train",
         "norm of all weights before the update, every 10 steps",

@@ -53,6 +53,7 @@ class StepMetrics:
             vetoed, for example because of a loss spike, or no label counts.
         num_skipped: Steps skipped so far because of a non-finite gradient.
         step_time_s: Wall time of the step on this rank, seconds.
+        num_zeros_in_grad: Zeros in the gradient of the whole model; ``None`` if not counted.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token; NaN
             for a depth that predicted none.
@@ -68,6 +69,7 @@ class StepMetrics:
     skipped: bool
     num_skipped: int
     step_time_s: float
+    num_zeros_in_grad: int | None = None
     experts: ExpertMetrics | None = None
     mtp_losses: tuple[float, ...] = ()
     votes: tuple[float, ...] = ()
@@ -169,7 +171,7 @@ class TrainStep:
                     sums = runner.passes(batches, lr=lr, recorder=recorder)
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
-        losses, votes, reports, mtp, experts = eager.split_extra(result.extra)
+        losses, votes, reports, mtp, zeros, experts = eager.split_extra(result.extra)
         expert_metrics = eager.experts.metrics(experts)
         if not result.skipped:
             eager.experts.update_router_biases()
@@ -180,6 +182,7 @@ class TrainStep:
             skipped=result.skipped,
             num_skipped=result.num_skipped,
             step_time_s=time.perf_counter() - start,
+            num_zeros_in_grad=round(zeros.item()) if zeros.numel() else None,
             experts=expert_metrics,
             mtp_losses=eager.predictions.losses(mtp),
             votes=tuple(votes.tolist()),
@@ -248,6 +251,7 @@ class EagerStep:
         clock: Measures the phases of steps; that of the executor and the optimizer.
         num_votes: Number of votes, see :meth:`vote`.
         limits_loss: Skip the update of a step whose loss is above :meth:`limit_loss`.
+        counts_zeros: Count the zeros in the gradient of each step.
     """
 
     def __init__(
@@ -265,6 +269,7 @@ class EagerStep:
         per_token: bool = False,
         num_votes: int = 0,
         limits_loss: bool = False,
+        counts_zeros: bool = False,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -287,6 +292,7 @@ class EagerStep:
         self._report = torch.zeros(NUM_REPORTS - 1, dtype=torch.float64, pin_memory=on_gpu)
         self._report_values = self._report.numpy()
         self._loss_limit = self._votes.new_full((), math.inf) if limits_loss else None
+        self._counts_zeros = counts_zeros
         self._constants: dict[float, Tensor] = {}
         self._last_backwards = {
             action.stage: action.microbatch
@@ -370,7 +376,8 @@ class EagerStep:
             veto: Device scalar; non-zero to leave all state unchanged.
         """
         votes = self._votes, self._reports
-        extra = torch.cat((sums, *votes, self.predictions.extra(), self.experts.extra()))
+        zeros = (self.optimizer.count_zero_grads(),) if self._counts_zeros else ()
+        extra = torch.cat((sums, *votes, self.predictions.extra(), *zeros, self.experts.extra()))
         num_tokens = sums[1] if self.per_token else None
         return self.optimizer.step(
             lr=lr,
@@ -382,9 +389,10 @@ class EagerStep:
         )
 
     def split_extra(self, extra: Tensor) -> list[Tensor]:
-        """Split ``StepResult.extra``: losses, votes, reports, multi-token losses, experts."""
+        """Split ``StepResult.extra`` in the order of :meth:`update`."""
         num_mtp = self.predictions.extra().numel()
         sizes = [_NUM_SUMS, self._votes.numel(), self._reports.numel(), num_mtp]
+        sizes.append(int(self._counts_zeros))
         return list(torch.split(extra, [*sizes, extra.numel() - sum(sizes)]))
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:

@@ -320,6 +320,7 @@ def build_trainer(
         per_token=per_token,
         num_votes=NUM_VOTES,
         limits_loss=config.train.on_spike == "skip",
+        counts_zeros=config.debug.count_zeros,
     )
     graphs = None
     if config.graphs.mode != "off":
