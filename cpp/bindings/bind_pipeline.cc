@@ -139,6 +139,20 @@ void bind_generators(py::module_& module) {
       },
       py::kw_only(), "num_ranks"_a, "num_chunks"_a, "num_microbatches"_a);
   module.def(
+      "interleaved_warmup",
+      [](int rank, int num_ranks, int num_chunks, int num_microbatches,
+         std::optional<int> group_size, int warmup_multiplier, bool pairs) {
+        return interleaved_warmup({.num_ranks = num_ranks,
+                                   .num_chunks = num_chunks,
+                                   .num_microbatches = num_microbatches,
+                                   .group_size = group_size,
+                                   .warmup_multiplier = warmup_multiplier,
+                                   .pairs = pairs ? Pairs::kWhole : Pairs::kNone},
+                                  rank);
+      },
+      "rank"_a, py::kw_only(), "num_ranks"_a, "num_chunks"_a, "num_microbatches"_a, "group_size"_a,
+      "warmup_multiplier"_a, "pairs"_a);
+  module.def(
       "schedule_table",
       [](int num_microbatches, int num_chunks, int group_size) {
         std::vector<std::tuple<int, int>> rows;

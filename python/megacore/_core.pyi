@@ -459,6 +459,16 @@ def auto_schedule(
     effort: Effort,
 ) -> tuple[Schedule, Certificate]: ...
 def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -> int: ...
+def interleaved_warmup(
+    rank: int,
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None,
+    warmup_multiplier: int,
+    pairs: bool,
+) -> int: ...
 def schedule_table(
     num_microbatches: int, num_chunks: int, group_size: int
 ) -> list[tuple[int, int]]: ...

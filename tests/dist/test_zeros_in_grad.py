@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {**DENSE, "parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.pp": 2},
     ),
     "experts, ep2": (2, {**EXPERTS, "parallel.ep": 2}),
-    "whole steps as graphs": (1, {**DENSE, "graphs.mode": "full", "graphs.warmup_steps": 1}),
+    "whole steps as graphs": (1, {**DENSE, "graphs.mode": "full_step", "graphs.warmup_steps": 1}),
 }
 
 

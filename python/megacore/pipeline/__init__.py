@@ -33,6 +33,7 @@ from megacore.pipeline.build import (
     SCHEDULE_NAMES,
     best_group_size,
     build_schedule,
+    num_warmup_forwards,
     schedule_catalog,
     schedule_table,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "build_schedule",
     "forward_backward",
     "get_forward_backward_func",
+    "num_warmup_forwards",
     "partition_layers",
     "receives_for",
     "schedule_catalog",

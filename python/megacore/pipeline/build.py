@@ -162,6 +162,51 @@ def best_group_size(*, num_ranks: int, num_chunks: int, num_microbatches: int) -
     )
 
 
+def num_warmup_forwards(
+    rank: int,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    warmup_multiplier: int = 2,
+    pairs: bool = False,
+) -> int:
+    """Return the forwards of a rank before its first forward that a backward follows.
+
+    Of ``"interleaved_1f1b"``, and of ``"1f1b"`` with one chunk: the warmup microbatches of
+    Megatron-LM, counted once per chunk.
+
+    Args:
+        rank: Pipeline rank.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Microbatches of a step.
+        num_chunks: Model chunks per rank.
+        group_size: As of :func:`build_schedule`. Default: :func:`best_group_size`.
+        warmup_multiplier: As of :func:`build_schedule`.
+        pairs: For the schedule with pairs.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> sizes = {"num_ranks": 4, "num_microbatches": 8}
+        >>> [num_warmup_forwards(rank, **sizes) for rank in range(4)]
+        [3, 2, 1, 0]
+        >>> [num_warmup_forwards(rank, num_chunks=2, **sizes) for rank in range(4)]
+        [10, 8, 6, 4]
+    """
+    return _core.interleaved_warmup(
+        rank,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group_size=group_size,
+        warmup_multiplier=warmup_multiplier,
+        pairs=pairs,
+    )
+
+
 def schedule_table(
     num_microbatches: int, num_chunks: int, group_size: int
 ) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megacore.pipeline import (
     Schedule,
     best_group_size,
     build_schedule,
+    num_warmup_forwards,
     schedule_table,
 )
 
@@ -231,6 +233,41 @@ def test_interleaving_reaches_its_closed_form_for_any_number_of_microbatches(
     group = best_group_size(num_ranks=p, num_chunks=v, num_microbatches=m)
     for rank, peak in enumerate(timeline.peak_in_flight):
         assert peak == min(2 * (p - 1 - rank) + (v - 1) * group + 1, v * m)
+
+
+@given(
+    p=st.integers(1, 8),
+    v=st.integers(1, 4),
+    m=st.integers(1, 30),
+    multiplier=st.sampled_from([1, 2]),
+    pairs=st.sampled_from([None, "whole", "split"]),
+)
+def test_warmup_forwards_are_those_before_the_first_backward(
+    p: int, v: int, m: int, multiplier: int, pairs: Any
+) -> None:
+    sizes: dict[str, Any] = {"num_ranks": p, "num_chunks": v, "num_microbatches": m}
+    order = {"warmup_multiplier": multiplier, "pairs": pairs}
+    schedule = build_schedule("interleaved_1f1b", **sizes, **order)
+    for rank in range(p):
+        kinds = [action.kind for action in schedule.actions(rank)]
+        before = next(at for at, kind in enumerate(kinds) if kind != ActionKind.FORWARD)
+        warmup = num_warmup_forwards(
+            rank, **sizes, warmup_multiplier=multiplier, pairs=pairs is not None
+        )
+        assert before == min(warmup + 1, v * m)
+        if pairs is None and multiplier == 2:  # Megatron-LM's formula
+            group = best_group_size(**sizes)
+            theirs = 2 * (p - rank - 1) + (v - 1) * group if v > 1 else p - rank - 1
+            assert warmup == min(theirs, v * m)
+
+
+def test_a_warmup_of_no_rank_is_refused() -> None:
+    sizes = {"num_ranks": 4, "num_microbatches": 8}
+    for rank in (-1, 4):
+        with pytest.raises(ValueError, match=f"rank must be from 0 to 3, got {rank}"):
+            num_warmup_forwards(rank, **sizes)
+    with pytest.raises(ValueError, match="warmup_multiplier must be 1 or 2, got 3"):
+        num_warmup_forwards(0, **sizes, warmup_multiplier=3)
 
 
 @given(schedules())

@@ -31,10 +31,6 @@ void require_order(const InterleavedOrder& order) {
 
 }  // namespace
 
-int interleaved_warmup(const InterleavedShape& shape, int rank) {
-  return warmup_of(order_of(shape, shape.group_size.value()), rank);
-}
-
 int best_group_size(const InterleavedShape& shape) {
   require_sizes(shape.num_ranks, shape.num_chunks, shape.num_microbatches);
   // Checked against all group sizes by the tests: a group reaches the smallest makespan exactly
@@ -45,6 +41,15 @@ int best_group_size(const InterleavedShape& shape) {
   int group_size = std::min(p, m);
   while (m % group_size != 0 && m % group_size < p) ++group_size;
   return group_size;
+}
+
+int interleaved_warmup(const InterleavedShape& shape, int rank) {
+  InterleavedOrder order = order_of(shape, shape.group_size.value_or(1));
+  require_order(order);
+  MC_REQUIRE(0 <= rank && rank < shape.num_ranks, "rank must be from 0 to {}, got {}",
+             shape.num_ranks - 1, rank);
+  if (!shape.group_size) order.group_size = best_group_size(shape);
+  return warmup_of(order, rank);
 }
 
 Schedule interleaved_one_f_one_b(const InterleavedShape& shape) {

@@ -93,8 +93,8 @@ struct InterleavedShape {
 Schedule interleaved_one_f_one_b(const InterleavedShape& shape);
 
 // Warmup forwards of rank r: min(k(p-r-1) + (v-1) group_size, v m) with multiplier k, which is 1
-// for v = 1. With pairs one more, and k stays as given for v = 1. REQUIRES: shape.group_size is
-// set, 0 <= rank < num_ranks.
+// for v = 1. With pairs one more, and k stays as given for v = 1. Throws std::invalid_argument for
+// a rank or a size out of range, but not for sizes that deadlock.
 int interleaved_warmup(const InterleavedShape& shape, int rank);
 
 // The smallest group size whose interleaved schedule reaches the smallest makespan that any group
