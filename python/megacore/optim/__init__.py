@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megacore.optim.shard import ParamPiece
     from megacore.optim.update_piece import Rates, UpdatePiece
     from megacore.optim.update_rule import StateTensor, UpdateRule
+    from megacore.optim.weight_average import WeightAverage
 
 __all__ = [
     "SGD",
@@ -38,6 +39,7 @@ __all__ = [
     "TorchOptimizer",
     "UpdatePiece",
     "UpdateRule",
+    "WeightAverage",
     "learning_rate",
     "memory_row",
     "memory_table",
@@ -61,6 +63,7 @@ _HOMES = {
     "TorchOptimizer": "rules.torch_optimizer",
     "UpdatePiece": "update_piece",
     "UpdateRule": "update_rule",
+    "WeightAverage": "weight_average",
     "learning_rate": "lr",
     "memory_row": "memory",
     "memory_table": "memory",

@@ -60,6 +60,7 @@ def memory_row(
     grads: str = "float32",
     rule: UpdateRule | None = None,
     main_grads: bool = False,
+    average: bool = False,
 ) -> MemoryRow:
     """Count the bytes of one parameter element.
 
@@ -69,6 +70,7 @@ def memory_row(
         rule: The optimizer. Default: ``AdamW()``.
         main_grads: The optimizer keeps float32 copies of low-precision gradients of its shard, as
             Megatron-LM does. megacore converts them block by block instead.
+        average: A moving average of the weights is kept, in float32.
 
     Raises:
         ValueError: If a number format is unknown.
@@ -87,7 +89,12 @@ def memory_row(
         params=params,
         grads=grads,
         resident=DTYPE_BYTES[params] + DTYPE_BYTES[grads],
-        sharded=_short(main_param + main_grad + (AdamW() if rule is None else rule).state_bytes),
+        sharded=_short(
+            main_param
+            + main_grad
+            + (AdamW() if rule is None else rule).state_bytes
+            + (4 if average else 0)
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
+from megacore.optim.weight_average import AVERAGE
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint.agreement import gather_results, on_every_rank
 from megatrain.checkpoint.archives import archive_of, bytes_of
@@ -84,16 +85,18 @@ class StoredWeights:
         path: A checkpoint folder, the folder of all checkpoints, or a run's folder.
         verified: Whether to verify all files first. Otherwise call `verify` after the last value
             was read and before any is used: it reads only what was not read until then.
+        averaged: Read the moving average of the weights, where a parameter has one.
 
     Attributes:
         folder: The checkpoint folder.
         config: The run's configuration as plain values.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged or of another format.
+        CheckpointError: If the checkpoint is missing, damaged or of another format, or has no
+            moving average.
     """
 
-    def __init__(self, path: str | Path, *, verified: bool = True) -> None:
+    def __init__(self, path: str | Path, *, verified: bool = True, averaged: bool = False) -> None:
         self.folder = resolve_checkpoint(path)
         if verified:
             index = verify_files(self.folder, ProcessGroups.single())
@@ -103,6 +106,14 @@ class StoredWeights:
         self.config = index.config
         self._metadata = read_metadata(self.folder, index)
         self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
+        averages = _stored_tensors(self._metadata, AVERAGE) if averaged else {}
+        if averaged and not averages:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no moving average of the weights, which runs keep "
+                "with optimizer.ema_decay above 0; leave --ema out"
+            )
+        self._stored |= averages
+        self._averaged = averages.keys()
         self._reader = CheckedReader(self.folder, {} if verified else index.files)
         self._rows: dict[str, tuple[list[int], list[ChunkStorageMetadata]] | None] = {}
 
@@ -142,7 +153,7 @@ class StoredWeights:
         """
         stored = self._find(name)
         chunk = Chunk(
-            key=tensor_key(MAIN_PARAM, name),
+            key=self._key(name),
             full_shape=tuple(stored.size),
             offsets=(0,) * len(stored.size),
             tensor=torch.empty(stored.size, dtype=self.dtype(name)),
@@ -177,7 +188,7 @@ class StoredWeights:
             number = bisect_right(starts, start + done) - 1
             box, skipped = chunks[number], start + done - starts[number]
             count = min(into.numel() - done, math.prod(box.sizes) - skipped)
-            key = tensor_key(MAIN_PARAM, name)
+            key = self._key(name)
             _read_box(
                 self._reader, self._metadata, key, box, into[done : done + count], skipped=skipped
             )
@@ -196,6 +207,9 @@ class StoredWeights:
             stored = self._find(name)
             self._rows[name] = _ranges(stored)
         return self._rows[name]
+
+    def _key(self, name: str) -> str:
+        return tensor_key(AVERAGE if name in self._averaged else MAIN_PARAM, name)
 
     def _find(self, name: str) -> TensorStorageMetadata:
         if name not in self._stored:

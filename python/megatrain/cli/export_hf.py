@@ -47,6 +47,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="TYPE",
         help="model_type to export as (default: that of the import, else the first that fits)",
     )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="export the moving average of the weights, of a run with optimizer.ema_decay",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         max_shard_bytes=args.max_shard_size,
         step=args.step,
         family=args.family,
+        averaged=args.ema,
     )
     count = len(done.files)
     print(

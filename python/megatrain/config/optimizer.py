@@ -125,6 +125,13 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(
         default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
     )
+    ema_decay: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Decay per step of a moving average of the weights, kept in float32 beside the "
+        "optimizer state and in checkpoints, for `megacore export-hf --ema`; 0 for none.",
+    )
     distributed: bool = Field(
         default=True,
         description="Shard the optimizer state over data parallel ranks (ZeRO-1); `false` gives "

@@ -73,6 +73,7 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     step: int | None = None,
     family: str | None = None,
+    averaged: bool = False,
 ) -> ExportedModel:
     """Write the weights of a checkpoint of any layout as a Hugging Face folder, in this process.
 
@@ -92,9 +93,10 @@ def export_checkpoint(
         step: The checkpoint's step. Default: the latest.
         family: ``model_type`` to export as. Default: that of the import, else the first that has
             the model's shape.
+        averaged: Write the moving average of the weights (``optimizer.ema_decay``).
 
     Raises:
-        CheckpointError: If the checkpoint is missing or damaged.
+        CheckpointError: If the checkpoint is missing or damaged, or has no moving average.
         MegacoreError: If no family has the model's shape, or ``out`` is not empty or not writable.
     """
     out = Path(out)
@@ -102,7 +104,9 @@ def export_checkpoint(
         what = "is not empty" if out.is_dir() else "is a file"
         raise MegacoreError(f"{out} {what}; name a new folder to export into")
     stored = StoredWeights(
-        path if step is None else _folder_of_step(Path(path), step), verified=False
+        path if step is None else _folder_of_step(Path(path), step),
+        verified=False,
+        averaged=averaged,
     )
     config = config_from_values(stored.config, source=str(stored.folder))
     kept = _Kept.of(config.data.tokenizer, stored.folder)

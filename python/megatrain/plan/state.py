@@ -28,8 +28,8 @@ class RankState:
         buffers: Positions of its parameters and layout of each buffer.
         param_bytes: Parameter buffers.
         grad_bytes: Gradient buffers.
-        optimizer_bytes: Moments, and main parameters unless the parameters are float32, of the
-            rank's shard.
+        optimizer_bytes: Moments, main parameters unless the parameters are float32, and moving
+            average of the weights, if there is one, of the rank's shard.
     """
 
     buffers: tuple[tuple[list[int], BufferPlan], ...]
@@ -41,7 +41,9 @@ class RankState:
 def memory_row_of(optimizer: OptimizerConfig, *, dtype: str) -> MemoryRow:
     """Compute the bytes per parameter; ``dtype`` is that of the parameters, ``train.dtype``."""
     grads = dtype if optimizer.grad_dtype != "float32" else "float32"
-    return memory_row(params=dtype, grads=grads, rule=optimizer.rule())
+    return memory_row(
+        params=dtype, grads=grads, rule=optimizer.rule(), average=optimizer.ema_decay > 0
+    )
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:

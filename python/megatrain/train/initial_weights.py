@@ -41,6 +41,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     pieces = [
         replace(piece, tensors={MAIN_PARAM: piece.tensors[MAIN_PARAM]})
         for piece in trainer.pieces()
+        if MAIN_PARAM in piece.tensors
     ]
     notes: tuple[str, ...] = ()
     model, moe = trainer.config.model, trainer.config.moe
@@ -51,6 +52,8 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     else:
         load_checkpoint(path, pieces, groups=groups, config=trainer.config.model_dump())
     trainer.optimizer.finish_load(trainer.optimizer.step_count)
+    if trainer.average is not None:
+        trainer.average.restart()
     return notes
 
 

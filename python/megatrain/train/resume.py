@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.errors import CheckpointError, ConfigError
+from megacore.optim.weight_average import AVERAGE
 from megatrain.checkpoint import FoundCheckpoint, TrainState, load_checkpoint
 from megatrain.checkpoint.changes import changed_settings
 from megatrain.checkpoint.format import read_index
@@ -38,9 +39,11 @@ def resume_run(
             notes = (f"checkpoint.resume = auto: no checkpoint in {place}, so this is a new run",)
         return trainer, TrainState(step=0, samples=0, tokens=0, optimizer={}), notes
     optimizer = trainer.optimizer
+    index = read_index(found.path)
+    has_average = index.config.get("optimizer", {}).get("ema_decay", 0.0) > 0.0
     state = load_checkpoint(
         found.path,
-        trainer.pieces(),
+        [piece for piece in trainer.pieces() if has_average or AVERAGE not in piece.tensors],
         groups=trainer.groups,
         config=config.model_dump(),
         verified=found.verified,
@@ -51,10 +54,12 @@ def resume_run(
     except ValueError as error:
         raise CheckpointError(f"checkpoint {found.path}: {error}") from error
     optimizer.finish_load(optimizer.step_count)
+    if trainer.average is not None and not has_average:
+        trainer.average.restart()
     _load_callbacks(config.train.callbacks, callbacks, state.callbacks)
     changed = changed_settings(found.path, config)
     trainer, notes = _continue_order(trainer, found.path, state)
-    state = replace(state, tokens=read_index(found.path).tokens)
+    state = replace(state, tokens=index.tokens)
     return trainer, state, changed + notes + _changed_sources(trainer, state)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import host_values
-from megacore.optim import DistributedOptimizer, StepResult
+from megacore.optim import DistributedOptimizer, StepResult, WeightAverage
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -252,6 +252,7 @@ class EagerStep:
         num_votes: Number of votes, see :meth:`vote`.
         limits_loss: Skip the update of a step whose loss is above :meth:`limit_loss`.
         counts_zeros: Count the zeros in the gradient of each step.
+        average: Moving average of the weights, updated after them.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class EagerStep:
         num_votes: int = 0,
         limits_loss: bool = False,
         counts_zeros: bool = False,
+        average: WeightAverage | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -293,6 +295,7 @@ class EagerStep:
         self._report_values = self._report.numpy()
         self._loss_limit = self._votes.new_full((), math.inf) if limits_loss else None
         self._counts_zeros = counts_zeros
+        self._average = average
         self._constants: dict[float, Tensor] = {}
         self._last_backwards = {
             action.stage: action.microbatch
@@ -379,7 +382,7 @@ class EagerStep:
         zeros = (self.optimizer.count_zero_grads(),) if self._counts_zeros else ()
         extra = torch.cat((sums, *votes, self.predictions.extra(), *zeros, self.experts.extra()))
         num_tokens = sums[1] if self.per_token else None
-        return self.optimizer.step(
+        result = self.optimizer.step(
             lr=lr,
             extra=extra,
             num_tokens=num_tokens,
@@ -387,6 +390,10 @@ class EagerStep:
             mean_limit=self._loss_limit,
             count_at=2,
         )
+        if self._average is not None:
+            with self.clock.phase("optimizer"):
+                self._average.update(result)
+        return result
 
     def split_extra(self, extra: Tensor) -> list[Tensor]:
         """Split ``StepResult.extra`` in the order of :meth:`update`."""

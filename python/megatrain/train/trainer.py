@@ -16,7 +16,7 @@ import torch
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
 from megacore.errors import ConfigError, DataError
-from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece
+from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, WeightAverage
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
@@ -68,6 +68,7 @@ class Trainer:
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
         eager: Passes and update of a step without graphs.
+        average: Moving average of the weights; ``None`` without one.
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
         routing: Recorder and replay of routing decisions, both optional.
@@ -84,6 +85,7 @@ class Trainer:
     optimizer: DistributedOptimizer
     step: TrainStep
     eager: EagerStep
+    average: WeightAverage | None
     graphs: StepGraphs | None
     device: torch.device
     routing: RoutingTape
@@ -126,7 +128,8 @@ class Trainer:
             for chunk in self.chunks
             for info, value in chunk.buffer_infos()
         ]
-        return self.optimizer.pieces() + buffers
+        averages = [] if self.average is None else self.average.pieces()
+        return [*self.optimizer.pieces(), *averages, *buffers]
 
     def learning_rate(self, step: int, *, sample_offset: int = 0, token_offset: int = 0) -> float:
         """Compute the learning rate of step ``step``; see `OptimizerConfig.rate_of_run`."""
@@ -304,6 +307,9 @@ def build_trainer(
     )
     schedule = train_schedule(config, world_size)
     program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)
+    average = None
+    if config.optimizer.ema_decay > 0:
+        average = WeightAverage(optimizer.pieces(), decay=config.optimizer.ema_decay)
     predictions = MTPLossMeter(
         chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
     )
@@ -321,6 +327,7 @@ def build_trainer(
         num_votes=NUM_VOTES,
         limits_loss=config.train.on_spike == "skip",
         counts_zeros=config.debug.count_zeros,
+        average=average,
     )
     graphs = None
     if config.graphs.mode != "off":
@@ -335,6 +342,7 @@ def build_trainer(
         optimizer=optimizer,
         step=TrainStep(eager, runner=graphs),
         eager=eager,
+        average=average,
         graphs=graphs,
         device=device,
         routing=_attach_tape(config.debug, recorded_settings(config), chunks, rank=groups.rank),

@@ -136,6 +136,24 @@ def train_from_scratch(folder: Path, changes: dict[str, Any]) -> Config:
     return config
 
 
+def test_the_moving_average_is_exported_on_request(tmp_path: Path) -> None:
+    train_from_scratch(tmp_path / "run", {"optimizer.ema_decay": 0.75})
+    weights = {}
+    for flags in ([], ["--ema"]):
+        out = tmp_path / f"out{len(flags)}"
+        assert main(["export-hf", str(tmp_path / "run"), str(out), *flags]) == 0
+        weights[len(flags)] = tensors_of(out)
+    assert weights[0].keys() == weights[1].keys()
+    with StoredWeights(tmp_path / "run", averaged=True) as stored:
+        average = stored.read_param("layers.0.mlp.down")
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(weights[1][down], average)
+    assert not torch.equal(weights[0][down], average)
+    train_from_scratch(tmp_path / "plain", {})
+    assert main(["export-hf", str(tmp_path / "plain"), str(tmp_path / "none"), "--ema"]) != 0
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "family"),
     [

@@ -59,3 +59,8 @@ def test_bytes_are_those_that_are_allocated(
     row = memory_row(params=params, grads=grads, rule=options.rule)
     assert allocated == row.per_rank(dp_size) * weight.numel()
     assert buffer.param_data.nbytes + buffer.grad_data.nbytes == row.resident * weight.numel()
+
+
+def test_a_moving_average_takes_four_bytes_of_the_shard() -> None:
+    assert memory_row(params="bfloat16", average=True).formula() == "6 + 16/d"
+    assert memory_row(average=True).formula() == "8 + 12/d"
