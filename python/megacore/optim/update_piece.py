@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore import host_values
 from megacore.ops.optim import ControlAt
 
 # Elements that a step takes at once: copies of a block stay in the cache.
@@ -102,10 +101,8 @@ class UpdatePiece:
         """Call :meth:`UpdateRule.step` on blocks, and keep its results unless it is skipped.
 
         Sync:
-            None on CUDA: old values are selected where the step is skipped.
+            None: old values are selected where the step is skipped.
         """
-        if is_skipped_on_host(control):
-            return
         rates = self.rates(control)
         for block in self.blocks():
             block._apply_at_once(step, control, rates)
@@ -116,29 +113,16 @@ class UpdatePiece:
         control: Tensor,
         rates: Rates,
     ) -> None:
-        selects = control.device.type != "cpu"
         before = {"": self.param, **self.state}
-        after = {name: values.to(torch.float32, copy=selects) for name, values in before.items()}
+        after = {name: values.to(torch.float32, copy=True) for name, values in before.items()}
         state = {name: after[name] for name in self.state}
         step(after[""], self.scaled_grad(control), state, rates)
         is_applied = control[ControlAt.IS_APPLIED] != 0.0
         for name, old in before.items():
-            new = after[name]
-            if selects:
-                old.copy_(torch.where(is_applied, new.to(old.dtype), old))
-            elif new is not old:
-                old.copy_(new)
+            old.copy_(torch.where(is_applied, after[name].to(old.dtype), old))
         self.write_copy()
 
     def write_copy(self) -> None:
         """Round the main parameters into the buffer, if they are a copy."""
         if self.copy_out is not None:
             self.copy_out.copy_(self.param)
-
-
-def is_skipped_on_host(control: Tensor) -> bool:
-    """Return whether a step is skipped, on the CPU, where reading it is free; else False."""
-    if control.device.type != "cpu":
-        return False
-    at = control[ControlAt.IS_APPLIED]
-    return bool(host_values.read(at, "decision on a step", assumed=lambda: 1.0) == 0.0)
