@@ -7,13 +7,15 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from megacore.errors import CheckpointError
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.group_timeout import longer_timeout
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.parallel.topology import Topology
@@ -128,6 +130,36 @@ def _save_behind_steps(rank: int, directory: Path) -> bool:
 
 def test_saving_in_the_background_meets_no_collective_of_the_step(tmp_path: Path) -> None:
     assert run_ranks(2, _save_behind_steps, tmp_path) == [True, True]
+    run_ranks(1, _load, 1, 1, tmp_path / "step_00000040")
+
+
+def _save_longer_than_collectives_may_take(rank: int, directory: Path) -> str:
+    groups = _groups(2, 1)
+    with longer_timeout(groups.world, timedelta(0)):
+        pass  # changes nothing
+    for device in groups.world.handle._device_types:
+        groups.world.handle._get_backend(device)._set_default_timeout(timedelta(seconds=1))
+    real_write = save_module._write_mine
+
+    def write_slowly(*args, **kwargs):
+        if rank == 1:
+            time.sleep(2.5)
+        return real_write(*args, **kwargs)
+
+    save_module._write_mine = write_slowly  # this process ends here
+    save_checkpoint(directory, _pieces(groups), state=STATE, config={}, groups=groups)
+    if rank == 1:
+        time.sleep(2.5)
+    try:
+        all_gather_objects(rank, groups.world)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    messages = run_ranks(2, _save_longer_than_collectives_may_take, tmp_path)
+    assert "Timed out" in messages[0], "the limit of other collectives is as before"
     run_ranks(1, _load, 1, 1, tmp_path / "step_00000040")
 
 

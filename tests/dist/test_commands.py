@@ -310,3 +310,16 @@ def test_stopping_a_run_that_saves_in_the_background_leaves_complete_checkpoints
     )
     assert (resumed.code, resumed.err) == (0, "")
     assert "passed over" not in resumed.out
+
+
+@pytest.mark.parametrize(("most", "traced"), [(20_000, {0, 1, 2, 3}), (8, {0, 2})])
+def test_a_trace_of_many_ranks_is_that_of_the_pipeline_of_rank_0(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, traced: set[int]
+) -> None:
+    monkeypatch.setattr("megatrain.train.results.MOST_TRACED_ACTIONS", most)
+    layout = ("--parallel.pp", "2", "--train.microbatch_size", "1")
+    assert run(tmp_path, "train", str(tiny), "--nproc", "4", *layout).code == 0
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    passes = [event for event in trace["traceEvents"] if event.get("cat") == "forward"]
+    assert {event["pid"] for event in passes} == traced
+    assert (tmp_path / "run" / "report.html").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -56,6 +57,27 @@ def test_ranks_of_a_good_run_agree_and_leave(tmp_path: Path) -> None:
 
 def test_exit_code_of_a_worker_is_kept(tmp_path: Path) -> None:
     assert run("code", tmp_path).code == 7
+
+
+def launch_with_few_files(behaviour: str, folder: Path) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 400))
+    return launch(behaviour, 2, folder)
+
+
+def test_ranks_may_open_as_many_files_as_the_system_lets_them(tmp_path: Path) -> None:
+    assert (
+        start_function(partial(launch_with_few_files, "many-files", tmp_path), tmp_path)
+        .finish()
+        .code
+        == 0
+    )
+    ended = start_function(
+        partial(launch_with_few_files, "too-many-files", tmp_path), tmp_path
+    ).finish()
+    assert ended.code == 1
+    [complaint] = ended.complaints()
+    assert "Too many open files" in complaint
+    assert "may open 400 files (ulimit -n), and needs two per rank" in complaint
 
 
 def test_error_of_one_rank_is_told_once_and_its_traceback_kept(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megatrain.launch.start import (
 
 PEER_TIMEOUT_S = 1.5  # where a test waits for silence
 LONG = 10_000  # steps of 20 ms that no test waits for
-STEPS = {"slow": 40, "endless": LONG, "ok": 3, "code": 3, "parted-late": 3}
+STEPS = {"slow": 40, "endless": LONG, "ok": 3, "code": 3, "many-files": 3, "parted-late": 3}
 
 
 def work(behaviour: str, folder: Path, context: RankContext) -> int:
@@ -64,6 +64,10 @@ def misbehave(behaviour: str, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "leaves":
             os._exit(3)
+        case "many-files" | "too-many-files":
+            num = 250 if behaviour == "many-files" else 500
+            files = [Path(os.devnull).open() for _ in range(num)]  # noqa: SIM115
+            del files
 
 
 def launch(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 from megacore.errors import CheckpointError, MegacoreError
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.group_timeout import longer_timeout
 from megacore.parallel.process_groups import ProcessGroups
 
 T = TypeVar("T")
+# Long enough for slow disks; lost ranks are detected by the failure monitor.
+PATIENCE = timedelta(hours=1)
 
 
 def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
     """Run ``action`` on every rank and return the results of all ranks, by rank. Collective.
+
+    Ranks wait for one another as long as a slow disk may take, not for ``run.timeout`` only.
 
     Raises:
         MegacoreError: On every rank, with the type and message of the first rank on which
@@ -27,7 +33,8 @@ def gather_results(action: Callable[[], T], groups: ProcessGroups) -> list[T]:
     except Exception as error:  # any error, because the other ranks must not wait for this one
         failure = error
     kind = type(failure) if isinstance(failure, MegacoreError) else CheckpointError
-    outcomes = all_gather_objects((kind, _describe(failure), result), groups.world)
+    with longer_timeout(groups.world, PATIENCE):
+        outcomes = all_gather_objects((kind, _describe(failure), result), groups.world)
     if failure is not None and not isinstance(failure, MegacoreError | OSError):
         raise failure
     for rank, (kind, message, _) in enumerate(outcomes):

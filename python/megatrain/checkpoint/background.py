@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
+from megatrain.checkpoint.agreement import PATIENCE
 from megatrain.checkpoint.planner import HeldChunks
-
-# Long enough for slow disks; lost ranks are detected by the failure monitor.
-_PATIENCE = timedelta(hours=1)
 
 
 def background_groups(groups: ProcessGroups) -> ProcessGroups:
@@ -30,7 +27,7 @@ def background_groups(groups: ProcessGroups) -> ProcessGroups:
         return groups
     handle = dist.new_group(
         list(groups.world.ranks),
-        timeout=_PATIENCE,
+        timeout=PATIENCE,
         backend="gloo",
         group_desc="megacore checkpoint",
     )

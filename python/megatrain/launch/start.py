@@ -30,6 +30,7 @@ from megatrain.launch.store import local_store
 from megatrain.launch.worker import (
     Reporter,
     Worker,
+    allow_open_files,
     error_file,
     keep_freed_memory,
     run_rank,
@@ -65,6 +66,7 @@ def run_ranks_local(nproc: int, worker: Worker, *, options: LaunchOptions | None
         ConfigError: If there are fewer GPUs than ranks, or the run's folder is not writable.
     """
     options = options or LaunchOptions()
+    allow_open_files()
     _check_gpus(nproc, options)
     _prepare_folder(options, range(nproc))
     with local_store() as address, _wake_on_signals() as signals:
@@ -95,6 +97,7 @@ def run_under_torchrun(worker: Worker, *, options: LaunchOptions | None = None) 
         ConfigError: If the environment is incomplete or the store does not answer.
     """
     options = options or LaunchOptions()
+    allow_open_files()
     context = _join(options)
     keep_freed_memory()
     use_threads(options.threads, num_processes=context.local_world_size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import resource
 import shutil
 import threading
 import time
@@ -36,6 +38,7 @@ Worker = Callable[[RankContext], int]
 
 # Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MANY_FILES = 1 << 20
 
 # Words in the errors of gloo, NCCL and the store when a peer is lost or does not respond.
 CONNECTION_WORDS = (
@@ -233,6 +236,12 @@ def _explain(
             first=first.rank == rank or first.reason != str(error),
         )
     name = f"{type(error).__name__}: {first_line(error)}"
+    if os.strerror(errno.EMFILE) in name:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        name += (
+            f"; a process here may open {limit:,} files (ulimit -n), and needs two per rank that "
+            "connects to it and two per source of data"
+        )
     monitor.report(f"it failed with {name}")
     return Outcome(
         rank=rank,
@@ -346,6 +355,20 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to the largest that it may set itself.
+
+    A store has two connections per rank, and each source of data two files; the usual limit of
+    1,024 ends with some 500 of either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Without a limit, some systems refuse to set the largest number.
+    wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def use_threads(threads: int | None, *, num_processes: int) -> None:

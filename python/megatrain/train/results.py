@@ -46,6 +46,8 @@ from megatrain.train.watch import calibration_name
 from megatrain.view import measured_trace
 
 TRACE_NAME = "trace.json"
+# Passes of a trace of all ranks. Each has about three events, and an event 760 bytes and 126 us.
+MOST_TRACED_ACTIONS = 20_000
 # Loading and generating takes a second for this many parameters on one core.
 _SAMPLED_PARAMS = 20_000_000
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 200
@@ -62,7 +64,7 @@ def write_results(
 ) -> dict[str, Path]:
     """Write ``run.json``, ``report.html`` and the timeline and trace of the recorded step, if any.
 
-    Collective: recorded events are gathered on all ranks, and rank 0 writes.
+    Collective: rank 0 gathers recorded events, and writes.
 
     Args:
         trainer: Training components of this rank.
@@ -76,14 +78,13 @@ def write_results(
         Files by display name; empty on all ranks but 0.
     """
     directory = Path(trainer.config.run.dir)
-    recorded = gather_objects(recorder.events() if recorder else [], trainer.groups.world)
+    recorded, pipelines = _gather_events(trainer, recorder)
     peaks = gather_objects(_peak_bytes(trainer.device, trainer.first_bytes), trainer.groups.world)
     if trainer.groups.rank != 0:
         return {}
     events = [event for events in recorded for event in events]
     if events:
         write_timeline(directory, make_timeline(trainer.schedule, events, step=step))
-        pipelines = trainer.groups.topology.dense.groups("pp").tolist()
         trace = measured_trace(trainer.schedule, events, pipelines=pipelines)
         (directory / TRACE_NAME).write_text(json.dumps(trace))
     # Larger models would delay the end of the run.
@@ -99,6 +100,23 @@ def write_results(
         "report": write_report(directory, info=info),
         "metrics": directory / "metrics.jsonl",
     }
+
+
+def _gather_events(
+    trainer: Trainer, recorder: ActionRecorder | None
+) -> tuple[list[list[TimedAction]], list[list[int]]]:
+    """Gather recorded events on rank 0, with the ranks of the pipelines that they are from.
+
+    Where all ranks have more actions than a trace should hold, only the pipeline of rank 0 is
+    gathered: the others would wait for minutes while it is written.
+    """
+    groups, schedule = trainer.groups, trainer.schedule
+    pipelines: list[list[int]] = groups.topology.dense.groups("pp").tolist()
+    of_pipeline = sum(len(schedule.actions(rank)) for rank in range(schedule.num_ranks))
+    is_small = of_pipeline * len(pipelines) <= MOST_TRACED_ACTIONS
+    events = recorder.events() if recorder else []
+    gathered = gather_objects(events, groups.world if is_small else groups.pp)
+    return gathered, pipelines if is_small else [list(groups.pp.ranks)]
 
 
 def _peak_bytes(device: torch.device, first: float) -> float:

@@ -31,6 +31,7 @@ from megacore.moe.dispatchers.peer_memory import (
 from megacore.ops import cuda_kernels, peer_exchange
 from megacore.ops.cuda_module import kernel_obstacle
 from megacore.parallel.collectives import all_gather
+from megacore.parallel.group_timeout import timeout_of
 from megacore.parallel.process_groups import Group
 
 _Tensors: TypeAlias = tuple[Tensor | None, ...]
@@ -357,6 +358,4 @@ def kernel_timeout_s(group: Group, device: torch.device) -> float:
     same limit, NCCL would abort the process before the kernel's error, which has the name of the
     lost rank, could be read.
     """
-    assert group.handle is not None
-    timeout: float = group.handle._get_backend(device).options._timeout.total_seconds()
-    return timeout / 3
+    return timeout_of(group, device).total_seconds() / 3
