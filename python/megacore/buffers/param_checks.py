@@ -40,8 +40,8 @@ def _name(value: object) -> str:
     return type(value).__name__
 
 
-def check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
-    """Check that parameters can share a buffer.
+def check_params(params: NamedParams, grad_dtype: torch.dtype, *, trained: bool = True) -> None:
+    """Check that parameters can share a buffer; ``trained`` ones need a gradient.
 
     Raises:
         ValueError: If there are no parameters, or one is listed twice, needs no gradient, has
@@ -59,7 +59,7 @@ def check_params(params: NamedParams, grad_dtype: torch.dtype) -> None:
     seen: dict[int, str] = {}
     for info, param in params:
         _check_names_and_shape(info, param, seen.values())
-        if not param.requires_grad:
+        if trained and not param.requires_grad:
             raise ValueError(f"{info.name} needs no gradient; leave it out of the buffer")
         if id(param) in seen:
             raise ValueError(f"{info.name} is the same tensor as {seen[id(param)]}; list it once")

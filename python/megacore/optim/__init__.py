@@ -8,6 +8,7 @@ from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
+    from megacore.optim.frozen import FrozenParams, split_frozen
     from megacore.optim.lr import learning_rate
     from megacore.optim.memory import MemoryRow, memory_row, memory_table
     from megacore.optim.options import OptimizerOptions, RateOptions
@@ -27,6 +28,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "DistributedOptimizer",
+    "FrozenParams",
     "Lion",
     "MemoryRow",
     "OptimizerOptions",
@@ -43,6 +45,7 @@ __all__ = [
     "learning_rate",
     "memory_row",
     "memory_table",
+    "split_frozen",
 ]
 
 # Module of each name: predictions count bytes of the state without torch.
@@ -50,6 +53,7 @@ _HOMES = {
     "Adam": "rules.adam",
     "AdamW": "rules.adamw",
     "DistributedOptimizer": "distributed_optimizer",
+    "FrozenParams": "frozen",
     "Lion": "rules.lion",
     "MemoryRow": "memory",
     "OptimizerOptions": "options",
@@ -67,6 +71,7 @@ _HOMES = {
     "learning_rate": "lr",
     "memory_row": "memory",
     "memory_table": "memory",
+    "split_frozen": "frozen",
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)

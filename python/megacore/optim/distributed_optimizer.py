@@ -21,6 +21,7 @@ from megacore.ops.optim import (
     decide_step_,
     sum_of_squares,
 )
+from megacore.optim.frozen import FrozenParams
 from megacore.optim.gradients import (
     count_zeros,
     grad_ranges,
@@ -126,6 +127,8 @@ class DistributedOptimizer:
         modules: The model of this rank; needed if ``overlap`` includes the parameters.
         param_groups: Learning rate factor, weight decay and update rule of parameters by name;
             equal on every rank.
+        frozen: Parameters of this rank that are not trained. A rank may have no others, and then no
+            buffer.
         clock: Measures the phases of :meth:`step`.
 
     Attributes:
@@ -133,7 +136,7 @@ class DistributedOptimizer:
             step, instead of in the next calls of their modules.
 
     Raises:
-        ValueError: If there is no buffer, a pattern of ``param_groups`` matches no parameter of any
+        ValueError: If there is no parameter, a group of ``param_groups`` gets no parameter of any
             rank, or ``modules`` lacks a parameter whose gather overlaps.
 
     Example:
@@ -157,19 +160,21 @@ class DistributedOptimizer:
         options: OptimizerOptions | None = None,
         modules: Sequence[nn.Module] = (),
         param_groups: Sequence[ParamGroup] = (),
+        frozen: FrozenParams | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
         options = OptimizerOptions() if options is None else options
         check_options(options, OptimizerOptions, "options")
-        if not buffers:
+        params = [pair for buffer in buffers for pair in buffer.params]
+        params += () if frozen is None else frozen.params
+        if not params:
             raise ValueError("the optimizer needs at least one buffer of parameters")
-        names = [info.name for buffer in buffers for info, _ in buffer.params]
-        check_patterns(param_groups, names, groups)
+        check_patterns(param_groups, [info.name for info, _ in params], groups)
         self.buffers = tuple(buffers)
         self._groups = groups
         self._options = options
         self._clock = clock
-        self._device = self.buffers[0].param_data.device
+        self._device = params[0][1].device
         self._shards = [
             OptimizerShard(
                 buffer,
@@ -182,15 +187,15 @@ class DistributedOptimizer:
         # Pairs of decays, for whose bias corrections a step is decided.
         rules = {options.rule}.union(*(shard.rules for shard in self._shards))
         self._decays = sorted({rule.decays for rule in rules})
-        self._scales_loss = any(b.param_data.dtype == torch.float16 for b in self.buffers)
+        self._scales_loss = any(param.dtype == torch.float16 for _, param in params)
         self._state = torch.zeros(len(StateAt), dtype=torch.float64, device=self._device)
         self._state[StateAt.LOSS_SCALE] = options.loss_scale if self._scales_loss else 1.0
         self._grad_ranges = grad_ranges(self.buffers, groups)
         self._reducer: GradReducer | None = None
-        if options.overlaps_grads:
+        if options.overlaps_grads and buffers:
             self._reducer = GradReducer(self.buffers, waits=lambda info: needs_sum(info, groups))
         self._gatherer: ParamGatherer | None = None
-        if options.overlaps_params:
+        if options.overlaps_params and buffers:
             self._gatherer = ParamGatherer(self.buffers, modules)
         self._is_reduced = False
         self.gathers_at_once = True
@@ -198,7 +203,7 @@ class DistributedOptimizer:
     def __repr__(self) -> str:
         numel = sum(buffer.plan.numel for buffer in self.buffers)
         state = sum(shard.state_bytes for shard in self._shards)
-        how = "sharded" if self.buffers[0].distributed else "replicated"
+        how = "sharded" if all(buffer.distributed for buffer in self.buffers) else "replicated"
         return (
             f"<DistributedOptimizer: {numel:,} elements in {len(self.buffers)} buffers, "
             f"{how} state of {state:,} bytes on this rank>"
@@ -410,7 +415,9 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def param_square_sum(self) -> Tensor:
-        """Compute this rank's share of the squared norm of all weights; 0-d fp64, on the device.
+        """Compute this rank's share of the squared norm of the weights; 0-d fp64, on the device.
+
+        Frozen weights do not count.
 
         Over all ranks, each weight is counted once.
 

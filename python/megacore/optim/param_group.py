@@ -1,17 +1,19 @@
-"""Optimizer settings of parameters, selected by name."""
+"""Optimizer settings of parameters, selected by name; without torch, for predictions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from megacore.optim.update_rule import UpdateRule
-from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.param_info import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
 from megacore.suggest import nearest
+
+if TYPE_CHECKING:
+    from megacore.parallel.param_info import ParamInfo
+    from megacore.parallel.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class ParamGroup:
         lr_scale: Factor on the learning rate.
         weight_decay: Weight decay; ``None`` keeps that of the parameter.
         rule: Their optimizer; ``None`` keeps that of the options.
+        frozen: The parameters are not trained; see :class:`FrozenParams`.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -32,6 +35,7 @@ class ParamGroup:
     lr_scale: float = 1.0
     weight_decay: float | None = None
     rule: UpdateRule | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lr_scale", "weight_decay"):
@@ -54,7 +58,7 @@ class ParamSettings:
 def check_patterns(
     param_groups: Sequence[ParamGroup], names: Sequence[str], groups: ProcessGroups
 ) -> None:
-    """Check that every pattern matches a parameter on some rank. Collective if there are patterns.
+    """Check that every group gets a parameter on some rank. Collective if there are groups.
 
     Args:
         param_groups: Parameter groups, equal on every rank.
@@ -62,21 +66,62 @@ def check_patterns(
         groups: Process groups of this rank.
 
     Raises:
-        ValueError: On every rank, if a pattern has no match.
+        ValueError: As `require_matches`, on every rank.
 
     Example:
+        >>> from megacore.parallel import ProcessGroups
         >>> check_patterns([ParamGroup(pattern="*.mlp.*")], ["a.mlp.up"], ProcessGroups.single())
     """
     if not param_groups:
         return
-    known = sorted(set().union(*all_gather_objects(list(names), groups.world)))
-    for group in param_groups:
-        if not any(fnmatchcase(name, group.pattern) for name in known):
-            close = nearest(group.pattern, known, count=3)
+    from megacore.parallel.collectives import all_gather_objects
+
+    require_matches(param_groups, set().union(*all_gather_objects(list(names), groups.world)))
+
+
+def require_matches(param_groups: Sequence[ParamGroup], names: Collection[str]) -> None:
+    """Check that every group gets a parameter.
+
+    Args:
+        param_groups: Parameter groups.
+        names: Global names of all parameters of the model.
+
+    Raises:
+        ValueError: If a pattern matches none, or earlier groups have all that it matches.
+
+    Example:
+        >>> require_matches([ParamGroup(pattern="*.mlp.*")], ["a.mlp.up"])
+    """
+    for number, group in enumerate(param_groups):
+        matched = sorted(name for name in names if fnmatchcase(name, group.pattern))
+        if not matched:
+            close = nearest(group.pattern, sorted(names), count=3)
             raise ValueError(
-                f"the pattern {group.pattern!r} of a ParamGroup matches none of the {len(known)} "
+                f"the pattern {group.pattern!r} of a ParamGroup matches none of the {len(names)} "
                 f"parameters; nearest: {', '.join(close)}"
             )
+        before = [_first_match(name, param_groups[:number]) for name in matched]
+        if None not in before:
+            assert before[0] is not None
+            raise ValueError(
+                f"the pattern {group.pattern!r} of a ParamGroup gets no parameter: all "
+                f"{len(matched)} that it matches, such as {matched[0]}, are in earlier groups, "
+                f"such as {before[0].pattern!r}; the first match wins, so list it before them"
+            )
+
+
+def group_of(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
+    """Return the first group that matches a parameter; one without settings if there is none.
+
+    Example:
+        >>> group_of("layers.0.mlp.down", [ParamGroup(pattern="*.mlp.*", frozen=True)]).frozen
+        True
+    """
+    return _first_match(name, groups) or ParamGroup(pattern="*")
+
+
+def _first_match(name: str, groups: Sequence[ParamGroup]) -> ParamGroup | None:
+    return next((group for group in groups if fnmatchcase(name, group.pattern)), None)
 
 
 def settings_of(
@@ -92,16 +137,14 @@ def settings_of(
 
     Example:
         >>> from megacore.optim import AdamW
+        >>> from megacore.parallel import ParamInfo
         >>> info = ParamInfo(name="layers.0.mlp.down", full_shape=(2, 2), tp_dim=None)
         >>> groups = [ParamGroup(pattern="*.mlp.*", lr_scale=0.5)]
         >>> own = settings_of(info, groups, rule=AdamW(), weight_decay=0.1)
         >>> own.lr_scale, own.weight_decay
         (0.5, 0.1)
     """
-    group = next(
-        (group for group in groups if fnmatchcase(info.name, group.pattern)),
-        ParamGroup(pattern="*"),
-    )
+    group = group_of(info.name, groups)
     decay = weight_decay if info.weight_decay else 0.0
     own, lr_scale = (group.rule or rule).rule_for(info)
     return ParamSettings(

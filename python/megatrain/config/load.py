@@ -369,6 +369,8 @@ def _describe_item(details: ErrorDetails, places: _Places) -> str:
         return f"{place} = {toml_value(details['input'])}: {_rule(details)}"
     prefix = places.prefix(f"{table}.{inner[0]}" if inner else table)
     place = f"{prefix}[[{table}]] number {int(number) + 1}"
+    if not inner and kind == "value_error":  # a rule between settings of the table
+        return f"{place}: {details['ctx']['error']}"
     if not inner:
         return f"{place} must be a table of settings, but it is {details['input']!r}"
     if kind == "missing":

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from megacore.buffers.options import BufferOptions
 from megacore.optim import learning_rate
 from megacore.optim.options import RateOptions
+from megacore.optim.param_group import ParamGroup
 from megacore.optim.rules.adam import Adam
 from megacore.optim.rules.adamw import AdamW
 from megacore.optim.rules.lion import Lion
@@ -46,6 +47,40 @@ class RunRate:
         """Compute the learning rate of step ``step``, from 0."""
         done = self.offset + step * self.step_size
         return learning_rate(done, options=self.options, total=self.total, step_size=self.step_size)
+
+
+class ParamGroupConfig(Section):
+    """``[[optimizer.groups]]``: settings of the parameters whose names match a pattern."""
+
+    pattern: str = Field(
+        min_length=1, description="Shell-style pattern of names, as in `layers.*.mlp.*`."
+    )
+    optimizer: Literal["none"] | None = Field(
+        default=None,
+        description="`none` freezes the parameters. Default: that of the run.",
+    )
+    lr_scale: float = Field(default=1.0, ge=0.0, description="Factor on the learning rate.")
+    weight_decay: float | None = Field(
+        default=None, ge=0.0, description="Weight decay. Default: that of the parameter."
+    )
+
+    @model_validator(mode="after")
+    def _check_frozen(self) -> Self:
+        if self.optimizer == "none" and (self.lr_scale != 1.0 or self.weight_decay is not None):
+            raise ValueError(
+                f'the parameters of {self.pattern!r} are frozen (optimizer = "none"), so lr_scale '
+                "and weight_decay have no effect; leave them out"
+            )
+        return self
+
+    def group(self) -> ParamGroup:
+        """Return the group of parameters."""
+        return ParamGroup(
+            pattern=self.pattern,
+            lr_scale=self.lr_scale,
+            weight_decay=self.weight_decay,
+            frozen=self.optimizer == "none",
+        )
 
 
 class OptimizerConfig(Section):
@@ -125,6 +160,13 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(
         default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off."
     )
+    groups: list[ParamGroupConfig] = Field(
+        default=[],
+        description="Groups of parameters with settings of their own, each a table "
+        "`[[optimizer.groups]]` with `pattern` (of names, as in `layers.*.mlp.*`; the first group "
+        "that matches wins), `optimizer` (`none` freezes them), `lr_scale` (factor on the learning "
+        "rate) and `weight_decay`. See buffers.md.",
+    )
     ema_decay: float = Field(
         default=0.0,
         ge=0.0,
@@ -196,6 +238,10 @@ class OptimizerConfig(Section):
             pad_for_ring=self.pad_for_ring,
             average_in_collective=self.average_in_collective,
         )
+
+    def param_groups(self) -> list[ParamGroup]:
+        """Return the groups of parameters."""
+        return [group.group() for group in self.groups]
 
     def rule(self) -> UpdateRule:
         """Return the update rule.

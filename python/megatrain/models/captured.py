@@ -122,6 +122,9 @@ class GraphedScope(nn.Module):
         assert batch.number is not None
         if "attn" not in self.scopes:
             x_SBH = layer.attention_block(x_SBH, rotary, batch, recomputed)
+        if not x_SBH.requires_grad:
+            # Captured for an input with a gradient, which one behind frozen parameters has not.
+            x_SBH = x_SBH.detach().requires_grad_()
         args, named = self.sample(x_SBH, batch)
         found: Results = self.calls[batch.number](*args, **named)
         if self.scopes & {"mlp", "moe"}:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan
 from megacore.errors import ConfigError
+from megacore.optim.memory import frozen_numel
+from megacore.optim.param_group import group_of
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.param_info import ParamInfo
 from megacore.pipeline import ActionKind, Program
@@ -20,7 +22,7 @@ from megatrain.plan.device import load_device
 from megatrain.plan.graph_memory import GraphBytes, predict_graphs
 from megatrain.plan.layout import make_topology, train_recompute, train_schedule
 from megatrain.plan.routing import check_routing
-from megatrain.plan.state import local_numel, plan_state
+from megatrain.plan.state import check_param_groups, local_numel, plan_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +99,13 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
     recompute = train_recompute(config.train)
     stages, further = layers_of_stages(config), mtp_stage(config)
     pp = config.parallel.pp
+    infos_of = [_param_infos(config, mine) for mine in stages_of_ranks(config.pipeline, pp)]
+    names = {info.name for infos in infos_of for info in infos}
+    check_param_groups(config.optimizer.param_groups(), names)
     ranks, num_params, num_idle = [], 0, 0
     for pp_rank, mine in enumerate(stages_of_ranks(config.pipeline, pp)):
         program = schedule.program(pp_rank, recompute=recompute)
-        infos = _param_infos(config, mine)
+        infos = infos_of[pp_rank]
         if pp_rank < pp // config.pipeline.copies:  # the other ranks hold the second copy
             own = [info for info in infos if not info.is_shared_copy]
             num_params += sum(math.prod(info.full_shape) for info in own)
@@ -187,6 +192,12 @@ def buffer_layouts(
                 lines = _shard_lines(members, plan, shard)
             texts.append("\n".join([head, *lines]))
             most = max(most, plan.dp_size)
+        groups = config.optimizer.param_groups()
+        frozen = [info for info in infos if group_of(info.name, groups).frozen]
+        if frozen and shard is None:
+            numel = sum(frozen_numel(local_numel(config.parallel, info)) for info in frozen)
+            head = f"pp {pp_rank}, frozen parameters: {numel:,} elements on each rank"
+            texts.append("\n".join([head, *(f"    {info.name}" for info in frozen)]))
     if shard is not None and not 0 <= shard < most:
         raise ConfigError(f"--shard {shard}: {most} ranks share a buffer, 0 to {most - 1}")
     return texts

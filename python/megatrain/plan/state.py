@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megacore._core import BufferPlan, plan_buckets
-from megacore.optim.memory import MemoryRow, memory_row
+from megacore.errors import ConfigError
+from megacore.optim.memory import MemoryRow, frozen_numel, memory_row
+from megacore.optim.param_group import ParamGroup, group_of, require_matches
 from megacore.parallel.param_info import ParamInfo
 from megatrain.config import (
     OptimizerConfig,
@@ -20,13 +22,30 @@ from megatrain.config import (
 from megatrain.models.param_infos import GPTInfos
 
 
+def check_param_groups(param_groups: Sequence[ParamGroup], names: Collection[str]) -> None:
+    """Check `optimizer.groups` for the names of all parameters of the model.
+
+    Raises:
+        ConfigError: If a group gets no parameter, or all parameters are frozen.
+    """
+    try:
+        require_matches(param_groups, names)
+    except ValueError as error:
+        raise ConfigError(f"optimizer.groups: {error}") from error
+    if names and all(group_of(name, param_groups).frozen for name in names):
+        raise ConfigError(
+            f'optimizer.groups: all {len(names)} parameters are frozen (optimizer = "none"), so '
+            "nothing would be trained; leave some out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """Buffers of a pipeline rank and their bytes, with padding.
 
     Attributes:
-        buffers: Positions of its parameters and layout of each buffer.
-        param_bytes: Parameter buffers.
+        buffers: Positions of its parameters and layout of each buffer; frozen ones are in none.
+        param_bytes: Parameter buffers, and frozen parameters.
         grad_bytes: Gradient buffers.
         optimizer_bytes: Moments, main parameters unless the parameters are float32, and moving
             average of the weights, if there is one, of the rank's shard.
@@ -57,7 +76,11 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
     """Plan the buffers of ``make_buffers`` for the parameters of a rank, which have one dtype."""
     dense, experts = ranks_per_buffer(config, world_size)
     by_kind: dict[tuple[bool, bool], list[int]] = {}
+    param_groups, frozen = config.optimizer.param_groups(), 0
     for position, info in enumerate(infos):
+        if group_of(info.name, param_groups).frozen:
+            frozen += frozen_numel(local_numel(config.parallel, info))
+            continue
         by_kind.setdefault((info.expert, info.sequence_parallel), []).append(position)
     buffers = tuple(
         (
@@ -79,7 +102,7 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
     row = memory_row_of(config.optimizer, dtype=config.train.dtype)
     return RankState(
         buffers=buffers,
-        param_bytes=numel * row.param_bytes,
+        param_bytes=(numel + frozen) * row.param_bytes,
         grad_bytes=numel * row.grad_bytes,
         optimizer_bytes=int(owned * row.sharded),
     )
@@ -96,10 +119,13 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
 
     Parameters are listed from the shapes that the model is built with.
     """
-    states = [
-        plan_state(config, world_size, list(_stage_infos(config, sorted(mine))))
+    infos = [
+        list(_stage_infos(config, sorted(mine)))
         for mine in stages_of_ranks(config.pipeline, config.parallel.pp)
     ]
+    names = {info.name for of_rank in infos for info in of_rank}
+    check_param_groups(config.optimizer.param_groups(), names)
+    states = [plan_state(config, world_size, of_rank) for of_rank in infos]
     return [
         {
             "weights": state.param_bytes,

@@ -92,7 +92,7 @@ class StepRecord:
     )
     param_norm: float | None = _metric(
         "train",
-        "norm of all weights before the update, every 10 steps",
+        "norm of all trained weights before the update, every 10 steps",
         megatron="params-norm",
         default=None,
     )

@@ -16,7 +16,14 @@ import torch
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
 from megacore.errors import ConfigError, DataError
-from megacore.optim import DistributedOptimizer, OptimizerOptions, ParamPiece, WeightAverage
+from megacore.optim import (
+    DistributedOptimizer,
+    FrozenParams,
+    OptimizerOptions,
+    ParamPiece,
+    WeightAverage,
+    split_frozen,
+)
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
@@ -47,6 +54,7 @@ from megatrain.plan.layout import (
     train_schedule,
 )
 from megatrain.plan.routing import recorded_settings
+from megatrain.plan.state import check_param_groups
 from megatrain.routing_trace import Recorded, RoutingRecorder, RoutingReplay, RoutingTape
 from megatrain.train.control import NUM_VOTES
 from megatrain.train.diagnosis import NonFiniteSearch
@@ -68,6 +76,7 @@ class Trainer:
         chunks: Model chunks of this rank.
         optimizer: Optimizer over the parameters of ``chunks``.
         eager: Passes and update of a step without graphs.
+        frozen: Parameters that are not trained.
         average: Moving average of the weights; ``None`` without one.
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
@@ -85,6 +94,7 @@ class Trainer:
     optimizer: DistributedOptimizer
     step: TrainStep
     eager: EagerStep
+    frozen: FrozenParams
     average: WeightAverage | None
     graphs: StepGraphs | None
     device: torch.device
@@ -129,7 +139,7 @@ class Trainer:
             for info, value in chunk.buffer_infos()
         ]
         averages = [] if self.average is None else self.average.pieces()
-        return [*self.optimizer.pieces(), *averages, *buffers]
+        return [*self.optimizer.pieces(), *averages, *self.frozen.pieces(), *buffers]
 
     def learning_rate(self, step: int, *, sample_offset: int = 0, token_offset: int = 0) -> float:
         """Compute the learning rate of step ``step``; see `OptimizerConfig.rate_of_run`."""
@@ -294,7 +304,7 @@ def build_trainer(
     data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
     num_params = _count_params(config, chunks, groups)
-    buffers = _make_buffers(config, groups, chunks)
+    buffers, frozen = _make_buffers(config, groups, chunks)
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     tokens_per_step = config.train.global_batch_size * config.model.seq_length
     clock = PhaseClock(device) if clock is None else clock
@@ -303,6 +313,8 @@ def build_trainer(
         groups=groups,
         options=_optimizer_options(config.optimizer, tokens_per_step if per_token else 1),
         modules=chunks,
+        param_groups=config.optimizer.param_groups(),
+        frozen=frozen,
         clock=clock,
     )
     schedule = train_schedule(config, world_size)
@@ -342,6 +354,7 @@ def build_trainer(
         optimizer=optimizer,
         step=TrainStep(eager, runner=graphs),
         eager=eager,
+        frozen=frozen,
         average=average,
         graphs=graphs,
         device=device,
@@ -354,11 +367,20 @@ def build_trainer(
 
 def _make_buffers(
     config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
-) -> list[ParamGradBuffer]:
-    """Make the buffers of a rank's parameters; collective."""
+) -> tuple[list[ParamGradBuffer], FrozenParams]:
+    """Make the buffers of a rank's parameters, and freeze those of such groups; collective.
+
+    Raises:
+        ConfigError: On every rank, if a group gets no parameter, or all are frozen.
+    """
     order = in_model_order(config.pipeline, groups.pp)
     params = [param for number in order for param in chunks[number].param_infos()]
-    optimizer = config.optimizer
+    optimizer, param_groups = config.optimizer, config.optimizer.param_groups()
+    if param_groups:
+        names = [info.name for info, _ in params]
+        names = sorted(set().union(*all_gather_objects(names, groups.world)))
+        check_param_groups(param_groups, names)
+    trained, frozen = split_frozen(params, param_groups)
     instances = HybridShardGroups.split(
         groups,
         optimizer.sharded_instances,
@@ -366,7 +388,8 @@ def _make_buffers(
         host_memory=config.run.host_memory,
     )
     options = optimizer.buffer_options()
-    return make_buffers(params, groups=groups, options=options, instances=instances)
+    buffers = make_buffers(trained, groups=groups, options=options, instances=instances)
+    return buffers, FrozenParams(frozen)
 
 
 def _optimizer_options(optimizer: ResolvedOptimizerConfig, num_summed: int) -> OptimizerOptions:

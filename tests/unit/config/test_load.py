@@ -100,6 +100,14 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[model]\nnorm_eps = 0.0\n", ":2: model.norm_eps = 0.0: must be above 0"),
         ("[model]\nnorm_eps = inf\n", ":2: model.norm_eps = inf: expected a finite number"),
         ('[model]\nqk_norm = "wide"\n', "expected one of 'none', 'head' or 'full'"),
+        (
+            '[[optimizer.groups]]\npattern = "*"\noptimizer = "none"\nlr_scale = 0.5\n',
+            "number 1: the parameters of '*' are frozen (optimizer = \"none\"), so lr_scale",
+        ),
+        (
+            '[[optimizer.groups]]\npattern = "*"\nlr_scal = 0.5\n',
+            "[[optimizer.groups]] number 1: unknown key lr_scal; did you mean lr_scale?",
+        ),
         ('[optimizer]\nschedule = "WSD"\n', "or 'wsd'; it is called \"wsd\" here"),
         ('[optimizer]\ntail_shape = "1-sqrt"\n', 'it is called "minus_sqrt" here'),
         ("[optimizer]\nwarmup_from = 1.0\n", "warmup_from = 1 is above lr = 0.003"),

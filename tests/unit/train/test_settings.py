@@ -78,6 +78,7 @@ OTHERS: dict[str, Any] = {
     "optimizer.warmup_from": 1e-3,
     "optimizer.beta1": 0.5,
     "optimizer.ema_decay": 0.5,
+    "optimizer.groups": [{"pattern": "layers.0.*", "optimizer": "none"}],
     "optimizer.beta2": 0.5,
     "optimizer.momentum": 0.5,
     "optimizer.clip_grad": 0.01,
