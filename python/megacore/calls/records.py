@@ -46,6 +46,10 @@ _KEPT_S = 86_400.0
 _MAX_MEMBERS = 1 << 24
 
 
+# Calls that their members make in the same order: name and ranks.
+Stream = tuple[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
     """One call of a rank.
@@ -65,7 +69,7 @@ class CallRecord:
 
     serial: int
     time_s: float
-    stream: tuple[str, tuple[int, ...]]
+    stream: Stream
     number: int
     kind: str
     group: str
@@ -117,7 +121,7 @@ class RankCalls:
     since: float
     status: str = ""
     position: str = ""
-    counts: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    counts: dict[Stream, int] = field(default_factory=dict)
     records: list[CallRecord] = field(default_factory=list)
     is_copy: bool = False
 
@@ -125,10 +129,11 @@ class RankCalls:
 def read_rings(run_dir: Path) -> list[RankCalls]:
     """Read the rings of the newest start of a run: those of this machine, and copies of all."""
     found: dict[tuple[str, int], RankCalls] = {}
+    streams: dict[Any, Stream] = {}
     for folder, is_copy in ((saved_folder(run_dir), True), (ring_folder(run_dir), False)):
         for path in sorted(folder.glob("rank_*.ring")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
-                calls = _read(path, is_copy=is_copy)
+                calls = _read(path, is_copy=is_copy, known=streams)
                 key = calls.run, calls.identity.rank
                 if key not in found:
                     found[key] = calls
@@ -225,7 +230,9 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user")
 
 
-def _read(path: Path, *, is_copy: bool) -> RankCalls:
+def _read(path: Path, *, is_copy: bool, known: dict[Any, Stream] | None = None) -> RankCalls:
+    """Read a ring; streams that another one has too, by ``known``, are one object."""
+    known = {} if known is None else known
     data = path.read_bytes()
     if not data.startswith(MAGIC) or len(data) < NAMES_AT:
         raise ValueError(f"{path} has no calls")
@@ -237,11 +244,11 @@ def _read(path: Path, *, is_copy: bool) -> RankCalls:
         with contextlib.suppress(ValueError, TypeError):
             table, index, value = json.loads(line)
             names[table, index] = value
-    streams = {
-        index: (str(value[0]), _lengthened(value[1]))
-        for (table, index), value in names.items()
-        if table == "stream"
-    }
+    streams = {}
+    for (table, index), value in names.items():
+        if table == "stream":
+            key = str(value[0]), *value[1]
+            streams[index] = known.setdefault(key, (key[0], _lengthened(value[1])))
     counts = struct.unpack_from(f"<{MAX_STREAMS}Q", data, COUNTS_AT)
     records = (
         _record_of(fields, names, streams)
@@ -264,7 +271,7 @@ def _read(path: Path, *, is_copy: bool) -> RankCalls:
 def _record_of(
     fields: tuple[int, ...],
     names: dict[tuple[str, int], Any],
-    streams: dict[int, tuple[str, tuple[int, ...]]],
+    streams: dict[int, Stream],
 ) -> CallRecord:
     serial, time_ns, number, stream, site, label, state, dims, *sizes = fields
     kind, group, dtype = map(str, names.get(("label", label), ("unknown", "?", "")))

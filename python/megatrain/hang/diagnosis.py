@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megacore.calls.processes import is_dead, local_state
 from megacore.calls.records import (
@@ -23,6 +23,7 @@ from megacore.calls.records import (
     STARTED,
     CallRecord,
     RankCalls,
+    Stream,
     read_rings,
 )
 from megacore.errors import printable
@@ -94,20 +95,13 @@ class Diagnosis:
         lines = [finding.text for finding in _few(self.findings)]
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} other ranks")
-        by_call: dict[tuple[CallRecord, tuple[int, ...]], list[int]] = defaultdict(list)
+        streams = _Streams()
+        by_call: dict[Any, list[Wait]] = defaultdict(list)
         for wait in self.waits:
-            same = next(
-                (
-                    key
-                    for key in by_call
-                    if key[1] == wait.missing
-                    and (key[0].stream, key[0].number) == (wait.call.stream, wait.call.number)
-                    and key[0].what == wait.call.what
-                ),
-                (wait.call, wait.missing),
-            )
-            by_call[same].append(wait.rank)
-        for (call, missing), ranks in list(by_call.items())[:_SHOWN_WAITS]:
+            whom = len(wait.missing), wait.missing[:_SHOWN]
+            by_call[streams.key(wait.call), wait.call.what, whom].append(wait)
+        for same in list(by_call.values())[:_SHOWN_WAITS]:
+            call, missing, ranks = same[0].call, same[0].missing, [wait.rank for wait in same]
             for_whom = f" for {_ranks(missing)}" if missing else ""
             since = time.strftime("%H:%M:%S", time.localtime(call.time_s))
             lines.append(f"{_ranks(ranks)} waited since {since} in {call}{for_whom}")
@@ -146,28 +140,68 @@ def diagnosis_of_run(run_dir: Path, *, dumps: Path | None = None) -> Diagnosis |
     return found
 
 
+class _Streams:
+    """Numbers of streams: a stream holds all ranks of its group, and hashing these takes long."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Stream, int] = {}
+        self._of_objects: dict[int, tuple[int, Stream]] = {}  # held, so that no id is used again
+
+    def number(self, stream: Stream) -> int:
+        found = self._of_objects.get(id(stream))
+        if found is None:
+            found = self._numbers.setdefault(stream, len(self._numbers)), stream
+            self._of_objects[id(stream)] = found
+        return found[0]
+
+    def key(self, call: CallRecord) -> tuple[int, int]:
+        """Return what is equal for one call of all its members."""
+        return self.number(call.stream), call.number
+
+    def identity(self, call: CallRecord) -> tuple[int, str, str]:
+        """Return what is equal for the same call of different steps."""
+        return self.number(call.stream), call.kind, call.site
+
+
 class _Comparison:
     """The calls of all ranks, by rank and by stream."""
 
     def __init__(self, rings: Sequence[RankCalls]) -> None:
         self._rings = {calls.identity.rank: calls for calls in rings}
         self._world_size = max((calls.world_size for calls in rings), default=0)
+        self._streams = streams = _Streams()
         self._records = {
-            (rank, record.stream, record.number): record
+            (rank, streams.key(record)): record
             for rank, calls in self._rings.items()
             for record in calls.records
             if record.kind != "reuse"
         }
+        self._counts = {
+            rank: {streams.number(stream): count for stream, count in calls.counts.items()}
+            for rank, calls in self._rings.items()
+        }
+        self._missing_members: dict[tuple[tuple[int, int], bool], tuple[int, ...]] = {}
+        self._histories: dict[int, tuple[list[int], dict[object, int]]] = {}
+        self._deviations: dict[tuple[tuple[int, ...], int | None], int | None] = {}
 
     def diagnose(self) -> Diagnosis:
         waits = [wait for rank in self._rings for wait in self._waits_of(rank)]
-        findings = self._mismatches(waits) or self._roots(waits)
+        one_per_call = self._one_per_call(waits)
+        findings = self._mismatches(one_per_call) or self._roots(waits, one_per_call)
         return Diagnosis(
             findings=tuple(findings),
             waits=tuple(waits),
             num_read=len(self._rings),
             world_size=self._world_size,
         )
+
+    def _one_per_call(self, waits: Sequence[Wait]) -> list[Wait]:
+        """Keep the first wait of each call: all wait for the same members, except in a reuse."""
+        found: dict[Any, Wait] = {}
+        for wait in waits:
+            rank = wait.rank if wait.call.kind == "reuse" else None
+            found.setdefault((self._streams.key(wait.call), rank), wait)
+        return list(found.values())
 
     def _waits_of(self, rank: int) -> list[Wait]:
         records = self._rings[rank].records
@@ -187,31 +221,34 @@ class _Comparison:
 
     def _missing(self, rank: int, call: CallRecord) -> tuple[int, ...]:
         """List the members that have not made a call, or have not finished it if it is a reuse."""
-        missing = []
-        for member in call.members:
-            ring = self._rings.get(member)
-            if member == rank or ring is None:
-                continue
-            theirs = self._records.get((member, call.stream, call.number))
-            unfinished = call.kind == "reuse" and theirs is not None and theirs.state != DONE
-            if ring.counts.get(call.stream, 0) < call.number or unfinished:
-                missing.append(member)
-        return tuple(missing)
+        is_reuse = call.kind == "reuse"
+        key = self._streams.key(call), is_reuse
+        if key not in self._missing_members:
+            self._missing_members[key] = tuple(
+                member for member in call.members if self._lacks(member, key[0], is_reuse=is_reuse)
+            )
+        missing = self._missing_members[key]
+        return tuple(member for member in missing if member != rank) if is_reuse else missing
+
+    def _lacks(self, member: int, call: tuple[int, int], *, is_reuse: bool) -> bool:
+        if member not in self._rings:
+            return False
+        theirs = self._records.get((member, call)) if is_reuse else None
+        unfinished = theirs is not None and theirs.state != DONE
+        return self._counts[member].get(call[0], 0) < call[1] or unfinished
 
     # ---- members in different calls --------------------------------------------------------------
 
     def _mismatches(self, waits: Sequence[Wait]) -> list[Finding]:
         findings = []
-        seen = set()
         for wait in sorted(waits, key=lambda wait: wait.call.number):
-            key = wait.call.stream, wait.call.number
-            if key in seen or wait.call.kind == "reuse":
+            if wait.call.kind == "reuse":
                 continue
-            seen.add(key)
+            key = self._streams.key(wait.call)
             calls = {
                 member: record
                 for member in wait.call.members
-                if (record := self._records.get((member, *key))) is not None
+                if (record := self._records.get((member, key))) is not None
             }
             if not wait.call.kind.startswith(("send", "receive")):
                 findings += self._compare(calls)
@@ -231,22 +268,25 @@ class _Comparison:
         return [self._order_finding(calls, odd)]
 
     def _deviates_any(self, calls: dict[int, CallRecord]) -> bool:
+        others = {self._streams.identity(call): call for call in calls.values()}.values()
         return any(
             self._left_out(rank, other) is not None
             for rank, call in calls.items()
-            for other in calls.values()
+            for other in others
             if other.site != call.site
         )
 
     def _odd_ones(self, calls: dict[int, CallRecord]) -> tuple[int, ...]:
         """Select the ranks whose call deviates from the group's; all of them if it is unclear."""
+        identity = self._streams.identity
+        distinct = {identity(call): call for call in calls.values()}
         deviating = tuple(
             rank
             for rank, call in calls.items()
             if any(
                 self._left_out(rank, other) is not None
-                for other in calls.values()
-                if other.identity != call.identity
+                for theirs, other in distinct.items()
+                if theirs != identity(call)
             )
         )
         if 0 < len(deviating) < len(calls):
@@ -254,11 +294,11 @@ class _Comparison:
         votes = Counter((call.what, call.site) for call in calls.values())
         if len(votes) > 1 and votes.most_common(2)[0][1] == votes.most_common(2)[1][1]:
             # A tie: the other groups of the same name, such as the other tensor-parallel groups.
-            name, number = next(iter(calls.values())).stream[0], next(iter(calls.values())).number
+            call = next(iter(calls.values()))
             votes = Counter(
                 (record.what, record.site)
-                for (_, stream, count), record in self._records.items()
-                if (stream[0], count) == (name, number)
+                for record in self._records.values()
+                if (record.stream[0], record.number) == (call.stream[0], call.number)
             )
         (usual, most), *others = votes.most_common()
         if others and others[0][1] == most:
@@ -267,28 +307,33 @@ class _Comparison:
 
     def _unlike_before(self, calls: dict[int, CallRecord]) -> Iterable[int]:
         """List the ranks that made the same call with another shape in the past."""
+        identity = self._streams.identity
         for rank, call in calls.items():
+            own = identity(call)
             before = [
                 record
                 for record in self._rings[rank].records
-                if record.identity == call.identity and record.serial < call.serial
+                if record.serial < call.serial and identity(record) == own
             ]
             if before and all(record.what != call.what for record in before):
                 yield rank
 
     def _left_out(self, rank: int, expected: CallRecord) -> CallRecord | None:
         """Find the call that a rank made where it made the expected one in earlier steps."""
-        records = self._rings[rank].records if rank in self._rings else []
-        numbers: dict[object, int] = {}
-        names = [numbers.setdefault(record.identity, len(numbers)) for record in records]
-        wanted = numbers.get(expected.identity)
-        for k in range(len(names) - 1, max(0, len(names) - _LOOK_BACK), -1):
-            if wanted is None or names[k] == wanted:
-                return None
-            before = _followers(names, k)
-            if wanted in before and names[k] not in before:
-                return records[k]
-        return None
+        if rank not in self._rings:
+            return None
+        if rank not in self._histories:
+            numbers: dict[object, int] = {}
+            identities = map(self._streams.identity, self._rings[rank].records)
+            names = [numbers.setdefault(identity, len(numbers)) for identity in identities]
+            self._histories[rank] = names, numbers
+        names, numbers = self._histories[rank]
+        # Most ranks have made the same calls as others, each in its own groups.
+        key = tuple(names), numbers.get(self._streams.identity(expected))
+        if key not in self._deviations:
+            self._deviations[key] = _deviation(*key)
+        at = self._deviations[key]
+        return None if at is None else self._rings[rank].records[at]
 
     def _order_finding(self, calls: dict[int, CallRecord], odd: tuple[int, ...]) -> Finding:
         if len(odd) == len(calls):
@@ -302,11 +347,11 @@ class _Comparison:
 
     # ---- ranks that did not come -----------------------------------------------------------------
 
-    def _roots(self, waits: Sequence[Wait]) -> list[Finding]:
+    def _roots(self, waits: Sequence[Wait], one_per_call: Sequence[Wait]) -> list[Finding]:
         """Follow the waits to ranks that do not wait, or that wait for each other."""
         waiting = {wait.rank for wait in waits}
         findings: dict[int, Finding] = {}
-        for wait in waits:
+        for wait in one_per_call:
             for rank in wait.missing:
                 if rank not in findings and (found := self._absent(rank, wait, waiting)):
                     findings[rank] = found
@@ -315,22 +360,25 @@ class _Comparison:
             gone = [each for each in findings.values() if each.cause in ("ended", "stopped")]
             order = [each for each in findings.values() if each.cause == "order"]
             return gone or order or list(findings.values())
-        return self._halted(waits) or self._circles(waits) or self._unread(waits)
+        return (
+            self._halted(one_per_call)
+            or self._circles(waits, one_per_call)
+            or self._unread(one_per_call)
+        )
 
     def _halted(self, waits: Sequence[Wait]) -> list[Finding]:
         """List the ranks that have ended or are stopped inside a call that others wait in."""
-        findings: dict[int, Finding] = {}
-        for wait in waits:
-            for rank in wait.call.members:
-                calls = self._rings.get(rank)
-                if calls is None or rank in findings:
-                    continue
-                end, stopped = self._end(calls), _is_stopped(calls)
-                if end or stopped:
-                    text = f"{self._who(rank)}, {_last_call(calls)}: {end or STOPPED}"
-                    cause: Cause = "ended" if end else "stopped"
-                    findings[rank] = Finding(cause=cause, ranks=(rank,), text=text)
-        return list(findings.values())
+        findings = []
+        for rank in dict.fromkeys(rank for wait in waits for rank in wait.call.members):
+            calls = self._rings.get(rank)
+            if calls is None:
+                continue
+            end, stopped = self._end(calls), _is_stopped(calls)
+            if end or stopped:
+                text = f"{self._who(rank)}, {_last_call(calls)}: {end or STOPPED}"
+                cause: Cause = "ended" if end else "stopped"
+                findings.append(Finding(cause=cause, ranks=(rank,), text=text))
+        return findings
 
     def _absent(self, rank: int, wait: Wait, waiting: set[int]) -> Finding | None:
         """Explain why a rank has not made a call; ``None`` if it waits elsewhere itself."""
@@ -368,9 +416,9 @@ class _Comparison:
         text = f"the cause is with {_ranks(ranks)}, whose calls cannot be read here"
         return [Finding(cause="unknown", ranks=ranks, text=text)]
 
-    def _circles(self, waits: Sequence[Wait]) -> list[Finding]:
+    def _circles(self, waits: Sequence[Wait], one_per_call: Sequence[Wait]) -> list[Finding]:
         """Describe ranks that wait for each other in calls of different groups."""
-        blamed = {rank for wait in waits for rank in wait.missing}
+        blamed = {rank for wait in one_per_call for rank in wait.missing}
         circle = [wait for wait in waits if wait.rank in blamed and wait.missing]
         if not circle:
             return []
@@ -393,6 +441,17 @@ class _Comparison:
     def _who(self, rank: int) -> str:
         calls = self._rings.get(rank)
         return str(calls.identity) if calls is not None else f"rank {rank}"
+
+
+def _deviation(names: Sequence[int], wanted: int | None) -> int | None:
+    """Find the index of the call that was made where a wanted one was made before."""
+    for k in range(len(names) - 1, max(0, len(names) - _LOOK_BACK), -1):
+        if wanted is None or names[k] == wanted:
+            return None
+        before = _followers(names, k)
+        if wanted in before and names[k] not in before:
+            return k
+    return None
 
 
 def _followers(names: Sequence[int], k: int) -> set[int]:

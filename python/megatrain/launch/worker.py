@@ -39,6 +39,8 @@ Worker = Callable[[RankContext], int]
 # Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MANY_FILES = 1 << 20
+# Ranks of a run in which each may read the recorded calls of all.
+_MOST_DIAGNOSING = 64
 
 # Words in the errors of gloo, NCCL and the store when a peer is lost or does not respond.
 CONNECTION_WORDS = (
@@ -327,8 +329,20 @@ def _diagnose(error: Exception, context: RankContext, options: LaunchOptions) ->
         return ""
     save_rings(run_dir)
     save_dump(run_dir, context.rank, context.backend, os.environ)
+    if not _is_to_diagnose(context):
+        return "another rank compares the calls of all; megacore why-hung does so too"
     found = diagnosis_of_run(run_dir)
     return str(found) if found is not None and (found.findings or found.waits) else ""
+
+
+def _is_to_diagnose(context: RankContext) -> bool:
+    """Return whether this rank reads the calls of all ranks: in large runs the first that fails."""
+    if context.world_size <= _MOST_DIAGNOSING:
+        return True
+    try:
+        return bool(context.store.add("diagnosed", 1) == 1)
+    except RuntimeError:  # the store has gone with rank 0
+        return context.rank == context.world_size - 1
 
 
 def _is_about_connection(error: RuntimeError) -> bool:
