@@ -17,7 +17,7 @@ from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
-from tests.support.hf_models import MODELS, save_theirs
+from tests.support.hf_models import FIRST, MODELS, save_bailing, save_theirs
 from tests.unit.models.test_hf_mtp import make_folder as save_with_predictions
 
 STEPS, LR = 20, 3e-3
@@ -47,7 +47,7 @@ REPRESENTATIVES = [
     case
     for case, (family, layout) in CASES.items()
     # Of variants, the layouts that split what they add.
-    if (layout == "one process" and "," not in family and not family.endswith(" tied"))
+    if (layout == "one process" and family in FIRST and "," not in family)
     or (family, layout)
     in {
         ("qwen2, yarn, windows of some layers", "tp2 cp2 sequence parallel, recomputed"),
@@ -184,6 +184,16 @@ def test_layers_for_multi_token_prediction_do_not_change_the_losses(tmp_path: Pa
     assert train(0, 1, tmp_path, settings) == pytest.approx(expected, rel=1e-5)
     trained = {**settings, "model": {"mtp_loss_coef": 0.1}}
     assert train(0, 1, tmp_path, trained) != pytest.approx(expected, rel=1e-4)
+
+
+def test_the_losses_of_ling_are_those_of_its_parts(tmp_path: Path) -> None:
+    theirs = save_bailing(tmp_path / "theirs")
+    command = ["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--seq-length=16"]
+    assert main(command) == 0
+    expected = train_theirs(theirs.train(), make_config(tmp_path, 1, {}))
+    losses = train(0, 1, tmp_path, {})
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-5)
+    assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen2"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.campaigns import representatives
 
 COMMON = {
     "hidden_size": 32,
@@ -67,6 +72,8 @@ DEEPSEEK_V2 = {
     **MLA,
     "routed_scaling_factor": 1.5,
 }
+DOTS1 = {key: value for key, value in GLM4_MOE.items() if key != "num_nextn_predict_layers"}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -82,7 +89,9 @@ YARN_ROPE = {
     "original_max_position_embeddings": 8,
     "beta_fast": 2.0,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+QWEN3_MOE_SIZES = {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"}
+# Tested in all ways by `make test`.
+FIRST: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral, other rotation": (
         "Mixtral",
@@ -184,6 +193,84 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12}),
 }
+# Their logits, gradients and files are tested by `make test`, the rest by `make test-all`.
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi-k2": ("KimiK2", {**GLM4_MOE, **MLA, "n_group": 1, "topk_group": 1}),
+    "dots1": (
+        "Dots1",
+        {
+            **DOTS1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**DOTS1, **MLA, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            **MIXTRAL,
+            "head_dim": 16,
+            "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "hy-v3": ("HYV3", {**QWEN3_MOE_SIZES, "num_shared_experts": 2}),
+    "seed-oss": (
+        "SeedOss",
+        {
+            "intermediate_size": 48,
+            "head_dim": 12,
+            "attention_out_bias": True,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+        },
+    ),
+    "phi3": ("Phi3", {"intermediate_size": 48, "sliding_window": 5}),
+    "ernie4-5": ("Ernie4_5", {"intermediate_size": 48, "head_dim": 12}),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 20,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+MODELS = {**FIRST, **FURTHER}
+# As parameters of a test.
+EACH = representatives(MODELS, FIRST)
+# Models of `transformers` by another name: class without "ForCausalLM", both values of model_type.
+_RENAMED = {"KimiK2": ("DeepseekV3", "kimi_k2", "deepseek_v3")}
+
+
+def classes(family: str) -> tuple[Any, Any]:
+    """Return the classes of configuration and model of `transformers`."""
+    transformers = pytest.importorskip("transformers")
+    if family in _RENAMED:
+        return _renamed(family)
+    return tuple(getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
+
+
+@cache
+def _renamed(family: str) -> tuple[Any, Any]:
+    """Give a model another ``model_type``, as its publisher does in a file of its own."""
+    transformers = pytest.importorskip("transformers")
+    original, kind, _ = _RENAMED[family]
+    config, model = classes(original)
+    config = type(f"{family}Config", (config,), {"model_type": kind})
+    model = type(f"{family}ForCausalLM", (model,), {"config_class": config})
+    transformers.AutoConfig.register(kind, config)
+    transformers.AutoModelForCausalLM.register(config, model)
+    conversions = importlib.import_module("transformers.conversion_mapping")
+    rules = conversions.get_checkpoint_conversion_mapping(_RENAMED[family][2])
+    conversions.register_checkpoint_conversion_mapping(kind, rules)
+    return config, model
 
 
 def make_theirs(name: str, **more: Any) -> Any:
@@ -193,11 +280,11 @@ def make_theirs(name: str, **more: Any) -> Any:
         name: One of `MODELS`.
         more: Further entries of its configuration.
     """
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **more})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    make_config, make_model = classes(family)
+    config = make_config(**{**COMMON, **changes, **more})
+    model = make_model(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms start as ones, which would hide their place
@@ -214,8 +301,62 @@ def make_theirs(name: str, **more: Any) -> Any:
 def save_theirs(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Save such a model as a folder; return it as it was saved, in eval mode."""
     theirs = make_theirs(name, **more).to(dtype).eval()
-    for key, buffer in theirs.named_buffers():
+    for key, tensor in (*theirs.named_buffers(), *theirs.named_parameters()):
         if key.endswith("e_score_correction_bias"):
-            buffer.data = buffer.data.float()  # as in published checkpoints
+            tensor.data = tensor.data.float()  # as in published checkpoints
     theirs.save_pretrained(folder)
+    return theirs
+
+
+# Names of Ling 2 (`bailing_moe_v2`) for those of GLM-4.5, whose blocks it has.
+_BAILING_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "self_attn": "attention",
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def save_bailing(folder: Path) -> Any:
+    """Save a tiny Ling 2, which `transformers` does not have; return the same model as GLM-4.5."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = save_theirs(
+        "glm4-moe, groups, qk norm, biases",
+        folder,
+        attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 600.0, "partial_rotary_factor": 0.5},
+    )
+    path, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        for old, new in _BAILING_NAMES.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    for name in [name for name in tensors if "q_proj" in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        tensors[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
+    save_file(tensors, path, metadata={"format": "pt"})
+    same = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings tie_word_embeddings rms_norm_eps initializer_range pad_token_id
+        vocab_size intermediate_size moe_intermediate_size first_k_dense_replace n_group topk_group
+        hidden_act num_experts_per_tok norm_topk_prob routed_scaling_factor
+        attention_dropout use_qk_norm"""
+    config = {name: getattr(theirs.config, name) for name in same.split()}
+    config |= {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "model_type": "bailing_moe_v2",
+        "num_experts": theirs.config.n_routed_experts,
+        "num_shared_experts": theirs.config.n_shared_experts,
+        "num_nextn_predict_layers": 0,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        "rope_theta": 600.0,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qkv_bias": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return theirs

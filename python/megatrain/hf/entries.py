@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megacore.errors import MegacoreError
-from megatrain.hf.families import FAMILIES, Family
+from megatrain.hf.families import FAMILIES
+from megatrain.hf.family import Family
 from megatrain.hf.rope import ROPE_NAMES
 from megatrain.hf_quantized import quantization_of
 

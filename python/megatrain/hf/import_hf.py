@@ -22,8 +22,9 @@ from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
+from megatrain.hf.common_keys import MTP_COUNT
 from megatrain.hf.entries import family_of, without_entries
-from megatrain.hf.families import MTP_COUNT, Family
+from megatrain.hf.family import Family
 from megatrain.hf.rows import TENSORS, Row, Run, local_name, rows_of, runs_of
 from megatrain.hf.settings import sections_from_hf
 from megatrain.hf_folder import TensorFiles, read_blocks, read_config

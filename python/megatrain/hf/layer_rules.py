@@ -94,6 +94,89 @@ class FirstDense:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKinds:
+    """Layers with experts by ``mlp_layer_types``; if it is missing, all but the first."""
+
+    names: tuple[str, ...] = ("mlp_layer_types",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the settings that select the same layers.
+
+        Raises:
+            MegacoreError: If the entry does not name all layers.
+        """
+        num_layers, kinds = values["model.num_layers"], config.get("mlp_layer_types")
+        if kinds is None:
+            return {"moe.layer_pattern": "d(e)"}
+        letters = {"dense": "d", "sparse": "e"}
+        is_list = isinstance(kinds, list) and len(kinds) >= num_layers
+        if not is_list or not all(isinstance(kind, str) and kind in letters for kind in kinds):
+            raise MegacoreError(
+                f"mlp_layer_types in config.json must name dense or sparse for each of "
+                f"{num_layers} layers, got {kinds!r}"
+            )
+        return {"moe.layer_pattern": pattern_of("".join(letters[kind] for kind in kinds))}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return a kind for each layer."""
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        return {"mlp_layer_types": ["sparse" if kind == "e" else "dense" for kind in letters]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRange:
+    """Layers with experts of Ernie: every ``interval``-th from a first to a last layer."""
+
+    names: tuple[str, ...] = (
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+    )
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the settings that select the same layers."""
+        start, end, interval = (
+            checked(name, config.get(name, default), int, least=least)
+            for name, default, least in zip(self.names, (1, -1, 1), (0, -1, 1), strict=True)
+        )
+        num_layers = values["model.num_layers"]
+        end = num_layers - 1 if end == -1 else end
+        letters = (
+            "e" if start <= layer <= end and (layer + 1) % interval == 0 else "d"
+            for layer in range(num_layers)
+        )
+        return {"moe.layer_pattern": pattern_of("".join(letters))}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the range; other choices of layers cannot be expressed."""
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        start, end = letters.find("e"), letters.rfind("e")
+        second = letters.find("e", start + 1)
+        interval = second - start if second > 0 and (start + 1) % (second - start) == 0 else 1
+        return dict(zip(self.names, (max(start, 0), end, interval), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryWidth:
+    """Rotated elements of a head by ``rotary_dim``, unless the rotation states their share."""
+
+    names: tuple[str, ...] = ("rotary_dim",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the share of a head."""
+        width, share = config.get("rotary_dim"), "partial_rotary_factor"
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if width is None or share in config or share in rope:
+            return {}
+        width = checked("rotary_dim", width, int)
+        return {"model.rotary_fraction": width / values["model.head_dim"]}
+
+    def write(self, values: Values) -> dict[str, Any]:  # noqa: ARG002
+        """Return no entries: those of the rotation state the share."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupLimit:
     """Choice of experts in the best groups only, by ``topk_method``."""
 
@@ -154,14 +237,15 @@ class SharedExperts:
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
         """Return the width of all shared experts."""
-        number = config.get("n_shared_experts", self.default) or 0
-        number = checked("n_shared_experts", number, int) if number else 0
+        (name,) = self.names
+        number = config.get(name, self.default) or 0
+        number = checked(name, number, int) if number else 0
         return {"moe.shared_ffn_hidden_size": number * values["moe.ffn_hidden_size"]}
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the number of shared experts of the width of the others."""
         width, unit = values["moe.shared_ffn_hidden_size"], values["moe.ffn_hidden_size"]
-        return {"n_shared_experts": width // unit}
+        return {self.names[0]: width // unit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +282,7 @@ class Windows:
         by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
         pattern: Kinds of layers if ``layer_types`` is missing, in place of ``max_window_layers``.
         switch: Whether ``use_sliding_window`` must be true for a window.
+        first: ``max_window_layers`` if the entry is missing.
         alternate: Whether every second of the first ``max_window_layers`` has the window, in place
             of all after them.
     """
@@ -207,6 +292,7 @@ class Windows:
     pattern: str | None = None
     switch: bool = False
     alternate: bool = False
+    first: int = 28
     names: tuple[str, ...] = (
         "sliding_window",
         "use_sliding_window",
@@ -254,7 +340,7 @@ class Windows:
         if kinds is None and self.pattern is not None:
             return (self.pattern * num_layers)[:num_layers]
         if kinds is None and self.by_layer:
-            found = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+            found = config.get("max_window_layers", self.first)
             first: int = min(checked("max_window_layers", found, int, least=0), num_layers)
             if self.alternate:
                 return ("wf" * first)[:first] + "f" * (num_layers - first)
@@ -271,5 +357,3 @@ class Windows:
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# The default of `transformers` for the families with this entry.
-_MAX_WINDOW_LAYERS = 28

@@ -169,18 +169,45 @@ def _join_gated_experts(tensors: Sequence[Tensor], _shape: GPTShape) -> Tensor:
     return torch.stack(list(tensors)).view(-1, 2, *tensors[0].shape)
 
 
-def _halves_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
-    """Reorder the last rotated rows from pairs side by side to two halves."""
-    kept, pairs = torch.split_with_sizes(x, [x.shape[dim] - num_rotated, num_rotated], dim=dim)
-    halves = pairs.reshape(*x.shape[:dim], num_rotated // 2, 2, *x.shape[dim + 1 :]).unbind(dim + 1)
-    return torch.cat((kept, *halves), dim)
+def _to_halves(x: Tensor, dim: int) -> Tensor:
+    """Reorder rotated rows from pairs side by side to two halves."""
+    pairs = x.reshape(*x.shape[:dim], -1, 2, *x.shape[dim + 1 :])
+    return torch.cat(pairs.unbind(dim + 1), dim)
 
 
-def _pairs_first(x: Tensor, dim: int, num_rotated: int) -> Tensor:
-    """Invert `_halves_first`."""
-    kept, halves = torch.split_with_sizes(x, [x.shape[dim] - num_rotated, num_rotated], dim=dim)
-    pairs = torch.stack(halves.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
-    return torch.cat((kept, pairs), dim)
+def _to_pairs(x: Tensor, dim: int) -> Tensor:
+    """Invert `_to_halves`."""
+    return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
+
+
+def _last(
+    reorder: Callable[[Tensor, int], Tensor], x: Tensor, dim: int, num_rotated: int
+) -> Tensor:
+    """Reorder the last rotated rows."""
+    kept, rotated = torch.split_with_sizes(x, [x.shape[dim] - num_rotated, num_rotated], dim=dim)
+    return torch.cat((kept, reorder(rotated, dim)), dim)
+
+
+def _first(reorder: Callable[[Tensor, int], Tensor], rows: Tensor, shape: GPTShape) -> Tensor:
+    """Reorder the first rotated rows of each head; ``rows`` are those of several heads."""
+    heads = rows.view(-1, shape.head_dim, *rows.shape[1:])
+    rotated, kept = heads[:, : shape.num_rotated], heads[:, shape.num_rotated :]
+    return torch.cat((reorder(rotated, 1), kept), 1).flatten(0, 1)
+
+
+def _join_paired_qkv(tensors: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    q, k, v = tensors
+    return _join_qkv([_first(_to_halves, q, shape), _first(_to_halves, k, shape), v], shape)
+
+
+def _split_paired_qkv(whole: Tensor, shape: GPTShape) -> Sequence[Tensor]:
+    q, k, v = _split_qkv(whole, shape)
+    return [_first(_to_pairs, q, shape), _first(_to_pairs, k, shape), v]
+
+
+def _join_fused_qkv(tensors: Sequence[Tensor], shape: GPTShape) -> Tensor:
+    widths = [heads * shape.head_dim for heads in (shape.num_heads, *[shape.num_kv_heads] * 2)]
+    return _join_qkv(torch.split_with_sizes(tensors[0], widths), shape)
 
 
 def _heads(rows: Tensor, shape: GPTShape) -> Tensor:
@@ -196,11 +223,26 @@ VOCABULARY = Transform(
 )
 # For each head of keys and values: its query heads, the key and the value.
 QKV = Transform(join=_join_qkv, split=_split_qkv, dims={0: 0}, views=_view_qkv)
+# The same, with the first rows of each query and key head rotated in pairs side by side.
+PAIRED_QKV = Transform(join=_join_paired_qkv, split=_split_paired_qkv, dims={0: 0})
+# The same in one tensor: all queries, all keys, all values.
+FUSED_QKV = Transform(
+    join=_join_fused_qkv, split=lambda whole, shape: [torch.cat(list(_split_qkv(whole, shape)))]
+)
 # Tensors of equal shape along a new first dimension: gate and up, or experts.
 STACKED = Transform(
     join=lambda tensors, _: torch.stack(list(tensors)),
     split=lambda whole, _: whole.unbind(0),
     dims={0: TENSORS, 1: 0, 2: 1},
+)
+# The same in one tensor.
+JOINED = Transform(
+    join=lambda tensors, _: tensors[0].view(2, -1, *tensors[0].shape[1:]),
+    split=lambda whole, _: [whole.flatten(0, 1)],
+)
+# A vector as the only row of a matrix.
+ONE_ROW = Transform(
+    join=lambda tensors, _: tensors[0].squeeze(0), split=lambda whole, _: [whole.unsqueeze(0)]
 )
 # Gate and up of each expert: `(E, 2, F, H)`.
 GATED_EXPERTS = Transform(
@@ -216,14 +258,16 @@ HEADS = Transform(
 )
 # The same, with the last rows of each head rotated in pairs side by side.
 ROTATED_HEADS = Transform(
-    join=lambda tensors, shape: _halves_first(_heads(tensors[0], shape), 1, shape.rope_head_dim),
-    split=lambda whole, shape: [_pairs_first(whole, 1, shape.rope_head_dim).flatten(0, 1)],
+    join=lambda tensors, shape: _last(
+        _to_halves, _heads(tensors[0], shape), 1, shape.rope_head_dim
+    ),
+    split=lambda whole, shape: [_last(_to_pairs, whole, 1, shape.rope_head_dim).flatten(0, 1)],
     dims={0: 0},
 )
 # The last rows rotated in pairs side by side.
 ROTATED_ROWS = Transform(
-    join=lambda tensors, shape: _halves_first(tensors[0], 0, shape.rope_head_dim),
-    split=lambda whole, shape: [_pairs_first(whole, 0, shape.rope_head_dim)],
+    join=lambda tensors, shape: _last(_to_halves, tensors[0], 0, shape.rope_head_dim),
+    split=lambda whole, shape: [_last(_to_pairs, whole, 0, shape.rope_head_dim)],
 )
 # One value or more for each head, grouped by heads of keys and values: `(G, X)`.
 GROUPED = Transform(

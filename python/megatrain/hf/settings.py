@@ -11,7 +11,8 @@ from megacore.errors import ConfigError, MegacoreError
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.config.toml_file import toml_value
 from megatrain.hf.entries import family_of, longest_unchunked, refused_entries
-from megatrain.hf.families import FAMILIES, Family
+from megatrain.hf.families import FAMILIES
+from megatrain.hf.family import Family
 from megatrain.hf.fine_tuning import TRAINING_RULES
 from megatrain.hf.keys import Values
 from megatrain.hf.rope import ROPE_NAMES, rope_from_hf, rope_to_hf

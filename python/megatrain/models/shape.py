@@ -22,6 +22,7 @@ class GPTShape:
     """Sizes of the whole model, the same for every layout.
 
     Attributes:
+        num_rotated: Rotated elements of a head.
         rope_head_dim: Rotated elements of a head with latent attention; 0 without.
 
     Example:
@@ -41,6 +42,7 @@ class GPTShape:
     padded_vocab: int
     seq_length: int
     tie_embeddings: bool
+    num_rotated: int = 0
     rope_head_dim: int = 0
 
     @classmethod
@@ -70,6 +72,7 @@ class GPTShape:
             padded_vocab=padded_vocab,
             seq_length=config.seq_length,
             tie_embeddings=config.tie_embeddings,
+            num_rotated=config.num_rotated,
             rope_head_dim=config.mla.rope_head_dim if config.mla.kv_rank else 0,
         )
 

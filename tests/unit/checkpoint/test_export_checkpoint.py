@@ -26,7 +26,7 @@ from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.hf.import_checkpoint import import_checkpoint
 from megatrain.hf_folder import TensorFiles
 from megatrain.train.trainer import build_trainer
-from tests.support.hf_models import MODELS, save_theirs
+from tests.support.hf_models import EACH, MODELS, save_theirs
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,7 +78,7 @@ def test_an_export_of_an_import_has_the_same_files(
     assert done.notes == ()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_transformers_loads_an_export_and_has_our_logits(name: str, tmp_path: Path) -> None:
     save_theirs(name, tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "ours", seq_length=16)

@@ -17,7 +17,7 @@ from megatrain.checkpoint.tokenizer_files import files_of_folder
 from megatrain.cli import main
 from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.hf.import_checkpoint import import_checkpoint
-from tests.support.hf_models import MODELS, save_theirs
+from tests.support.hf_models import FIRST, save_theirs
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -192,7 +192,7 @@ def test_files_that_an_export_cannot_read_are_refused_at_the_import(
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("name", {MODELS[name][0]: name for name in reversed(MODELS)}.values())
+@pytest.mark.parametrize("name", {FIRST[name][0]: name for name in reversed(FIRST)}.values())
 def test_an_export_of_every_family_ends_at_its_token(name: str, tmp_path: Path) -> None:
     save_theirs(name, tmp_path / "theirs", eos_token_id=7)
     import_checkpoint(tmp_path / "theirs", tmp_path / "ours", seq_length=8)

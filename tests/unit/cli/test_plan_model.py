@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import load_config
-from tests.support.hf_models import MODELS, save_theirs
+from tests.support.hf_models import EACH, save_theirs
 
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "max_position_embeddings": 64}
 
@@ -22,7 +22,7 @@ def out_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, st
     return json.loads(said.out), said.err
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_plan_is_that_of_the_imported_model(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,15 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_page_of_all_settings_is_current() -> None:
+PAGES = {"config_docs": "configuration", "families_docs": "families"}
+
+
+@pytest.mark.parametrize("script", PAGES)
+def test_a_page_made_from_the_source_is_current(script: str) -> None:
     printed = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "config_docs.py"],
+        [sys.executable, ROOT / "scripts" / f"{script}.py"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert printed == page, "run scripts/config_docs.py > docs/configuration.md"
+    page = (ROOT / "docs" / f"{PAGES[script]}.md").read_text()
+    assert printed == page, f"run scripts/{script}.py > docs/{PAGES[script]}.md"
