@@ -40,6 +40,7 @@ from megacore.optim import AdamW, DistributedOptimizer
 from megacore.optim.options import OptimizerOptions
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.param_info import ParamInfo
+from megacore.qualification import choose_kernels
 
 VARIANTS = {
     "megacore": "megacore",
@@ -97,6 +98,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def with_megacore(model: nn.Sequential, *, overlap: bool, host_memory: bool) -> tuple[Step, str]:
     topology = Topology(world_size=dist.get_world_size())
     groups = ProcessGroups.create(topology, host_memory=host_memory)
+    choose_kernels(torch.device("cpu"), world=groups.world)
     options = OptimizerOptions(
         rule=AdamW(beta1=ADAMW["betas"][0], beta2=ADAMW["betas"][1], eps=ADAMW["eps"]),
         weight_decay=ADAMW["weight_decay"],

@@ -10,7 +10,6 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_checksum(module);
   megacore::bindings::bind_moe(module);
-  megacore::bindings::bind_moe_kernels(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_clones(module);
   megacore::bindings::bind_graph(module);

@@ -9,6 +9,7 @@ in ``megacore.parallel``.
     optim        AdamW sharded over ranks, gradient norm, learning rate
     moe          routers, dispatchers, experts, clones of hot experts (moe.echo)
     graphs       CUDA graphs of modules and steps
+    qualification  trial of kernels on a device, and the choice between them and torch
     ops          kernels as functions on tensors
     calls        recorder of the collectives and messages of a rank
     errors       all error classes
@@ -29,6 +30,7 @@ _PACKAGES = (
     "optim",
     "parallel",
     "pipeline",
+    "qualification",
 )
 
 __all__ = ["__version__", *_PACKAGES]

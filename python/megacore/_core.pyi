@@ -697,9 +697,6 @@ def plan_capture(
     reuse: str,
 ) -> CapturePlan: ...
 
-# ---- moe kernels ---------------------------------------------------------------------------------
-def is_faster_than_mkl() -> bool: ...
-
 CLONE_WINDOW_PARTS: int
 
 class CloneLayout:

@@ -41,6 +41,7 @@ ENGINE_LAYERS = [
     {"parallel"},
     {"pipeline", "buffers", "graphs"},
     {"optim", "moe"},
+    {"qualification"},
 ]
 TRAINER_LAYERS = [
     {"daemon", "files", "routing_trace"},

@@ -385,12 +385,4 @@ void grouped_gemm_weight_grad(const float* grad_y,
             });
 }
 
-bool is_faster_than_mkl() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_is("intel") == 0;
-#else
-  return false;
-#endif
-}
-
 }  // namespace megacore::moe

@@ -122,6 +122,11 @@ def assume_device(facts: DeviceFacts) -> Iterator[None]:
         forget_devices()
 
 
+def is_assumed() -> bool:
+    """Return whether the devices that are asked about are not here, see `assume_device`."""
+    return _ASSUMED.get() is not None
+
+
 def cached_on_device(function: Callable[P, R]) -> Callable[P, R]:
     """Cache a function whose results follow from its arguments, this build and a device's facts."""
     cached = functools.cache(function)

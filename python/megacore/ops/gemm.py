@@ -72,9 +72,8 @@ def grouped_gemm(
         None on a GPU of compute capability 9.0 or 10.0 for bf16 and fp16 with features that are
         multiples of 8: one kernel reads ``m_splits`` on the device and truncates counts that exceed
         the rows. Where such a GPU lacks our kernel, ``torch._grouped_mm`` computes bf16 products,
-        also without a sync (see ``MEGACORE_GROUPED_GEMM`` in docs/kernels.md). Other CUDA cases run
-        one ``torch.mm`` per expert and copy ``m_splits`` to the host, with a warning for bf16 and
-        fp16.
+        also without a sync. Other CUDA cases run one ``torch.mm`` per expert and copy ``m_splits``
+        to the host, with a warning for bf16 and fp16.
 
     Source:
         MegaBlocks, arXiv:2211.15841.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -18,6 +17,7 @@ from megacore.ops.cuda_module import (
     kernel_obstacle,
 )
 from megacore.ops.gemm_torch import has_grouped_mm
+from megacore.ops.kernel_choice import is_left
 from megacore.ops.register import compiled
 
 Product = Literal["forward", "input_grad", "weight_grad"]
@@ -25,11 +25,6 @@ Product = Literal["forward", "input_grad", "weight_grad"]
 # Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h and of the operation.
 PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}
 _TILES = {"auto": 0, "wide": 1, "middle": 2, "narrow": 3, "square": 4}
-# Overrides the choice of tiles, for measurements: see the argument plan of launch_grouped.
-PLAN_VARIABLE = "MEGACORE_GROUPED_GEMM_PLAN"
-# Chooses the implementation: auto (ours, else torch's), native or torch.
-BACKEND_VARIABLE = "MEGACORE_GROUPED_GEMM"
-BACKENDS = ("auto", "native", "torch")
 MAX_EXPERTS = 1024
 # Compute capabilities with grouped kernels (cuda/kernels/grouped_gemm_sm*.cu) and with 8-bit ones.
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
@@ -43,27 +38,16 @@ def choose_backend(
     """Return the implementation of a product of CUDA tensors; warn if it syncs with the host.
 
     Ours, else ``torch._grouped_mm`` where it does not sync, else the reference, which copies the
-    counts to the host. float32 has no other, so it needs no warning. The variable
-    MEGACORE_GROUPED_GEMM set to ``native`` or ``torch`` leaves the other one out.
-
-    Raises:
-        ValueError: If the variable has another value.
+    counts to the host. float32 has no other, so it needs no warning.
     """
-    wanted = os.environ.get(BACKEND_VARIABLE) or "auto"
-    if wanted not in BACKENDS:
-        raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}")
     if x.dtype not in (torch.bfloat16, torch.float16):
         return "reference"
     sizes = num_experts, out_features, in_features
     reason = grouped_obstacle(x.device, *sizes)
-    if reason is None and wanted != "torch":
+    if reason is None:
         return "native"
-    if wanted != "native" and has_grouped_mm(x, *sizes):
+    if has_grouped_mm(x, *sizes):
         return "torch"
-    if wanted == "torch":
-        reason = (
-            "torch._grouped_mm needs bf16, features that are multiples of 8 and sm_90 or sm_100"
-        )
     warnings.warn(
         f"grouped_gemm takes one torch.mm per expert and waits for the GPU: {reason}", stacklevel=2
     )
@@ -87,8 +71,8 @@ def fp8_obstacle(
     device: torch.device, dtype: torch.dtype, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
     """Return why products of 8-bit operands are emulated, or ``None``."""
-    if os.environ.get(BACKEND_VARIABLE) == "torch":
-        return f"{BACKEND_VARIABLE} is torch"
+    if device.type == "cuda" and is_left("fp8_product", "cuda"):
+        return "our 8-bit products are left out, see run.kernels"
     return _fp8_obstacle(device, dtype, num_experts, out_features, in_features)
 
 
@@ -108,7 +92,7 @@ def _fp8_obstacle(
         return f"8-bit products exist for bfloat16, not for {str(dtype).removeprefix('torch.')}"
     if out_features % FP8_MULTIPLE or in_features % FP8_MULTIPLE:
         return f"8-bit products need features that are multiples of {FP8_MULTIPLE}"
-    return grouped_obstacle(device, num_experts, out_features, in_features)
+    return _grouped_obstacle(device, num_experts, out_features, in_features)
 
 
 def missing_grouped(
@@ -147,11 +131,19 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-@cached_on_device
 def grouped_obstacle(
     device: torch.device, num_experts: int, out_features: int, in_features: int
 ) -> str | None:
-    """Return why a GPU has no grouped kernel for products of these sizes, or ``None``."""
+    """Return why our grouped kernel does not run products of these sizes on a GPU, or ``None``."""
+    if is_left("grouped_product", "cuda"):
+        return "our grouped products are left out, see run.kernels"
+    return _grouped_obstacle(device, num_experts, out_features, in_features)
+
+
+@cached_on_device
+def _grouped_obstacle(
+    device: torch.device, num_experts: int, out_features: int, in_features: int
+) -> str | None:
     build, capability = KernelBuild.here(), device_facts(device).capability
     if not build.archs:
         return WITHOUT_KERNELS
@@ -180,7 +172,7 @@ def launch_grouped(
     clear_tail: bool = False,
     first_row: Tensor | None = None,
     expected_rows: int = 0,
-    plan: str | None = None,
+    plan: str = "auto",
 ) -> None:
     """Launch a grouped product on the current stream, without host sync or checks of the counts.
 
@@ -208,7 +200,7 @@ def launch_grouped(
             of the rows of ``a``, which is too high if these are a capacity.
         clear_tail: Zero the padding rows. Otherwise they are not written.
         plan: ``"auto"``, ``"wide"``, ``"middle"``, ``"narrow"`` or ``"square"``, or one of the
-            last four followed by ``"-columns"``. Default: the variable MEGACORE_GROUPED_GEMM_PLAN.
+            last four followed by ``"-columns"``, for measurements. Default: ``"auto"``.
 
     Raises:
         ValueError: If a size, dtype or address does not fit, or the plan is unknown.
@@ -233,8 +225,7 @@ def launch_grouped(
     )
 
 
-def _plan(plan: str | None) -> tuple[int, bool]:
-    plan = plan or os.environ.get(PLAN_VARIABLE) or "auto"
+def _plan(plan: str) -> tuple[int, bool]:
     tile, dash, order = plan.partition("-")
     if tile not in _TILES or (dash and (order != "columns" or tile == "auto")):
         raise ValueError(

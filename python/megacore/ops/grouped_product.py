@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from megacore.ops import gemm_cpu, gemm_torch
 from megacore.ops.gemm_cuda import PRODUCTS, Product, choose_backend, launch_grouped
+from megacore.ops.kernel_choice import is_left
 from megacore.ops.register import compiled, define_op
 
 _FORWARD, _WEIGHT_GRAD = PRODUCTS["forward"], PRODUCTS["weight_grad"]
@@ -91,7 +92,9 @@ def product_on_cpu(
     if out is not None:
         increment_version(out)
     is_ours_to_write = out is None or (out.dtype == torch.float32 and out.is_contiguous())
-    if product == _WEIGHT_GRAD:
+    if is_left("grouped_product", "cpu"):
+        is_ours = False
+    elif product == _WEIGHT_GRAD:
         is_ours = True
     else:
         is_ours = a.dtype == torch.float32 == b.dtype or gemm_cpu.goes_to_float32(a, b)

@@ -2,26 +2,24 @@
 
 torch multiplies with MKL, which uses half of the vector width on processors that are not Intel's.
 With AVX-512, products of float32 by ours take half of its time on Zen 5 and about the same on
-Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). The choice depends on the
-processor, the dtype and the shape only, so all ranks of a run make the same one.
+Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). `megacore.qualification`
+measures both, for all ranks of a run, by size; before that, torch's are taken.
 
 Shapes: M rows, N output features, K input features.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from megacore import _core
 from megacore.ops import gemm
 from megacore.ops.grouped_product import grouped_product
+from megacore.ops.kernel_choice import LINEAR_MACS, is_left
 
-# Multiply-adds below which a call from Python takes longer than the faster product saves.
-_LEAST_MACS = 1 << 20
+# The largest first.
+_SIZES = sorted(((least, name) for name, least in LINEAR_MACS.items()), reverse=True)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,13 +67,13 @@ def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def _is_ours(rows: Tensor, weight: Tensor) -> bool:
-    return (
-        rows.dtype == weight.dtype == torch.float32
-        and rows.is_cpu
-        and weight.is_contiguous()
-        and rows.shape[:-1].numel() * weight.numel() >= _LEAST_MACS
-        and is_ours_faster()
-    )
+    if not (rows.dtype == weight.dtype == torch.float32 and rows.is_cpu and weight.is_contiguous()):
+        return False
+    num_macs = rows.shape[:-1].numel() * weight.numel()
+    for least, name in _SIZES:
+        if num_macs >= least:
+            return not is_left(name, "cpu")
+    return False
 
 
 def _is_observed() -> bool:
@@ -86,12 +84,6 @@ def _is_observed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
     )
-
-
-@functools.cache
-def is_ours_faster() -> bool:
-    """Return whether this processor multiplies float32 matrices faster by our product."""
-    return torch.backends.mkl.is_available() and _core.is_faster_than_mkl()  # type: ignore[no-untyped-call]
 
 
 def _one_group(rows: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _in_turn(
     head_dim: int,
     eps: float,
 ) -> Normed:
-    heads = qkv.reshape(*qkv.shape[:3], -1, head_dim)
+    heads = qkv.reshape(*qkv.shape[:3], qkv.shape[-1] // head_dim, head_dim)
     norm = torch.ops.megacore.rms_norm
     q, q_scale = norm(heads[..., :-2, :], q_weight, eps)
     k, k_scale = norm(heads[..., -2:-1, :], k_weight, eps)
@@ -129,7 +129,8 @@ def _backward_in_turn(
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = torch.ops.megacore.split_and_rotate_backward(grad_q, grad_k, grad_v, cos, sin)
-    grad, heads = (x.reshape(*x.shape[:3], -1, len(q_weight)) for x in (grad, qkv))
+    shape = *qkv.shape[:3], qkv.shape[-1] // len(q_weight), len(q_weight)
+    grad, heads = grad.reshape(shape), qkv.reshape(shape)
     found = [
         torch.ops.megacore.rms_norm_backward(
             grad[..., part, :], heads[..., part, :], weight, scale[..., place, None], *needs

@@ -2,7 +2,8 @@
 
 Registered operations are visible to ``torch.compile``, autograd and fake tensors. torch chooses the
 implementation from the device of the tensors. :func:`define_compiled` chooses there between a
-kernel, which is ``megacore::_<name>`` of ``_ops`` or ``_cuda``, and a reference in torch.
+kernel, which is ``megacore::_<name>`` of ``_ops`` or ``_cuda``, and a reference in torch, which
+also computes what `megacore.ops.kernel_choice` leaves to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megacore import _ops  # noqa: F401  registers its operations
 from megacore.ops.cuda_module import runs_kernels
+from megacore.ops.kernel_choice import is_left
 
 # torch has a process-wide registry of operations; this is the handle on our namespace in it.
 _LIBRARY = torch.library.Library("megacore", "DEF")  # type: ignore[no-untyped-call]
@@ -161,18 +163,24 @@ def define_compiled(
             ``CPU_DTYPES`` on CPUs.
         has_gradient: `define_gradient` follows.
     """
+    name = schema.split("(", 1)[0]
     kernel = compiled(schema, fake)
     cpu_dtypes = CPU_DTYPES if dtypes is None else dtypes
     cuda_dtypes = DTYPES if dtypes is None else dtypes
 
     def call_cpu(first: torch.Tensor, *args: Any) -> Any:
-        if first.dtype not in cpu_dtypes or not (fits is None or fits(first, *args)):
+        if (
+            is_left(name, "cpu")
+            or first.dtype not in cpu_dtypes
+            or not (fits is None or fits(first, *args))
+        ):
             return reference(first, *args)
         return kernel(first, *args)
 
     def call_cuda(first: torch.Tensor, *args: Any) -> Any:
         if (
-            not runs_kernels(first.device)
+            is_left(name, "cuda")
+            or not runs_kernels(first.device)
             or first.dtype not in cuda_dtypes
             or not (fits is None or fits(first, *args))
             or not (cuda_fits is None or cuda_fits(first, *args))

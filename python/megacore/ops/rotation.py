@@ -54,7 +54,7 @@ def split_and_rotate_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `split_and_rotate` with torch operations, on any device."""
-    heads_SBGND = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+    heads_SBGND = qkv.reshape(*qkv.shape[:-1], qkv.shape[-1] // head_dim, head_dim)
     sequence, batch, groups, slots, _ = heads_SBGND.shape
     q = qkv.new_empty(sequence, batch, groups, slots - 2, head_dim)
     k = qkv.new_empty(sequence, batch, groups, 1, head_dim)

@@ -45,6 +45,8 @@ class TrainState:
         control: History of losses and skipped updates that decisions depend on, as JSON values.
         data: Sizes of the order of samples, and content of the sources, as JSON values.
         callbacks: States of callbacks by name in ``train.callbacks``, as JSON values.
+        kernels: Operations that torch computed in place of our kernels, see
+            `megacore.qualification.KernelChoice.state`.
     """
 
     step: int
@@ -54,6 +56,7 @@ class TrainState:
     control: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from megacore.qualification import choose_kernels
     from megatrain.launch.start import LaunchOptions, run_ranks_local
     from megatrain.plan.calibrate import measure, write_calibration
     from megatrain.plan.device import load_device, match_device
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         found: dict[str, Any] = json.loads(links.read_text()) if links.exists() else {}
     device = torch.device("cuda" if is_cuda else "cpu")
     torch.set_num_threads(torch.get_num_threads() if is_cuda else 1)
+    choose_kernels(device)
     name = torch.cuda.get_device_name() if is_cuda else f"CPU, {os.cpu_count()} cores"
     if not is_cuda:
         cores = len(os.sched_getaffinity(0))

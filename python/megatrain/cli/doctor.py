@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megacore.qualification import Verdict
     from megatrain.launch.start import RankContext
 
 GIB = 1 << 30
@@ -27,10 +28,15 @@ def add_parser(subparsers: Any) -> None:
         description="Check this machine and this installation.",
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compare each of our kernels with torch, and time both, on all devices",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; exit code 1 if the core or communication of two processes fails."""
+    """Print the facts; exit code 1 if the core, a kernel or talk of two processes fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Ranks are forked first: a process that has initialized CUDA cannot fork.
@@ -41,12 +47,66 @@ def run(args: argparse.Namespace) -> int:
         "machine": _machine(),
         "two gloo processes": talk,
     }
+    num_faults = 0
+    for device, verdict in _verdicts(again=args.kernels).items():
+        facts[f"kernels of {device}"] = _judged(device, verdict, whole=args.kernels)
+        num_faults += len(verdict.faults)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
     healthy = facts["megacore"]["native core"] == "built" and talk["works"] == "yes"
-    return 0 if healthy else 1
+    return 0 if healthy and not num_faults else 1
+
+
+def _verdicts(*, again: bool) -> dict[str, Verdict]:
+    """Return the verdicts on our kernels by device: those that are known, or of a trial now."""
+    import torch
+
+    from megacore.ops.cuda_module import runs_kernels
+    from megacore.qualification import Sizes, find_verdict, known_verdict
+
+    sizes = Sizes(
+        **{"tokens": 4096, "width": 4096, "mlp": 2048, "head_dim": 128, "groups": 8},
+        **{"q_per_kv": 4, "experts": 64, "choices": 8, "local_experts": 8},
+    )
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        devices += [gpu for gpu in gpus if runs_kernels(gpu)]
+    found = {}
+    for device in devices:
+        given: dict[str, Any] = {"sizes": None, "dtype": torch.float32}
+        if again and device.type == "cuda":
+            given = {"sizes": sizes, "dtype": torch.bfloat16}
+        if again:
+            found[str(device)] = find_verdict(device, **given, again=True)
+        elif (known := known_verdict(device, **given)) is not None:
+            found[str(device)] = known
+    return found
+
+
+def _judged(device: str, verdict: Verdict, *, whole: bool) -> dict[str, str]:
+    """Describe what is computed by torch and why; with ``whole``, all operations with times."""
+    import torch
+
+    from megacore.ops.kernel_choice import LINEAR_MACS
+    from megacore.qualification import operation_names
+
+    kind = device.partition(":")[0]
+    by_torch = {**verdict.slower(), **verdict.faults}
+    shown = {}
+    for name in operation_names(kind):
+        row = f"torch: {by_torch[name]}" if name in by_torch else "ours"
+        ours, other = verdict.times.get(name, (0.0, 0.0))
+        if other > 0:
+            row += f" ({ours * 1e6:.0f} us, torch {other * 1e6:.0f} us)"
+        if whole or name in verdict.faults or name in LINEAR_MACS:
+            shown[name] = row
+    threads = torch.get_num_threads()
+    if kind == "cpu":
+        shown["threads"] = str(threads)
+    return shown
 
 
 def _installation() -> dict[str, str]:

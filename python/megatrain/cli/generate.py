@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from megacore.qualification import choose_kernels
     from megatrain.data.frame import frame_of
     from megatrain.generation.decoding import Sampling, stream
     from megatrain.generation.restore import restore_model
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         for text in texts:
             _require_text(option, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    choose_kernels(torch.device(device))
     restored = restore_model(args.checkpoint, device=device)
     _require_tokenizer(args.checkpoint, restored)
     tokenizer, data = restored.tokenizer, restored.config.data

@@ -168,6 +168,14 @@ def check_start(config: Config) -> None:
     if config.data.factory is None:
         _ = config.data.training_sources  # refuses none
 
+    from megacore.qualification import check_names
+
+    try:
+        check_names(config.run.torch_operations)
+    except ValueError as error:
+        origin = config.origin("run.torch_operations")
+        raise ConfigError(f"run.torch_operations ({origin}): {error}") from error
+
     if config.run.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
             f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees "

@@ -47,6 +47,17 @@ class RunConfig(Section):
         description="Exchange tensors of `gloo` groups whose ranks share a host through shared "
         "memory.",
     )
+    kernels: Literal["auto", "trust", "torch"] = Field(
+        default="auto",
+        description="Our kernels: `auto` compares each with torch at the first use of a device, "
+        "and lets torch compute what differs, crashes or is slower; `trust` takes all without a "
+        "trial, `torch` none.",
+    )
+    torch_operations: list[str] = Field(
+        default=[],
+        description="Operations that torch computes in any case, by the names that `megacore "
+        "doctor --kernels` lists.",
+    )
     stop_after: str | None = Field(
         default=None,
         description="Time span after which the run stops early: it finishes its step, saves, and "

@@ -8,15 +8,60 @@ from pathlib import Path
 
 import torch
 
-from megacore.ops.cuda_module import KernelBuild, device_facts
+from megacore.ops.cuda_module import KernelBuild, device_facts, runs_kernels
 from megacore.ops.gemm_torch import has_grouped_mm
 from megacore.ops.kernel_facts import Fp8Products, kernel_text
-from megatrain.config import ResolvedTrainConfig
+from megacore.parallel.process_groups import Group
+from megacore.qualification import KernelChoice, Sizes, choose_kernels
+from megatrain.config import ResolvedConfig, ResolvedTrainConfig
 from megatrain.models.stage import Stage
 
 
+def choose_run_kernels(
+    config: ResolvedConfig, *, device: torch.device, world: Group
+) -> KernelChoice:
+    """Choose between our kernels and torch's operations for a run; collective.
+
+    Args:
+        config: Resolved configuration.
+        device: Device of this rank.
+        world: All ranks.
+    """
+    return choose_kernels(
+        device,
+        kernels=config.run.kernels,
+        torch_operations=config.run.torch_operations,
+        sizes=run_sizes(config),
+        dtype=getattr(torch, config.train.dtype),
+        world=world,
+    )
+
+
+def run_sizes(config: ResolvedConfig) -> Sizes:
+    """Return the sizes of what operations get on a rank of a run."""
+    model, moe, parallel = config.model, config.moe, config.parallel
+    has_experts = moe.num_experts > 0
+    mlp = moe.ffn_hidden_size // parallel.etp if has_experts else model.ffn_hidden_size
+    return Sizes(
+        tokens=config.train.microbatch_size * model.seq_length // parallel.cp,
+        width=model.hidden_size,
+        mlp=mlp if has_experts else mlp // parallel.tp,
+        head_dim=model.head_dim,
+        groups=max(1, model.num_kv_heads // parallel.tp),
+        q_per_kv=max(1, model.num_heads // model.num_kv_heads),
+        experts=moe.num_experts,
+        choices=moe.top_k if has_experts else 0,
+        local_experts=moe.num_experts // parallel.ep,
+    )
+
+
 def kernel_environment(
-    train: ResolvedTrainConfig, chunks: Sequence[Stage], *, backend: str, device: torch.device
+    train: ResolvedTrainConfig,
+    chunks: Sequence[Stage],
+    *,
+    backend: str,
+    device: torch.device,
+    choice: KernelChoice,
 ) -> dict[str, str]:
     """Describe the kernels and back ends of this rank in readable text.
 
@@ -25,8 +70,11 @@ def kernel_environment(
         chunks: Model chunks of this rank.
         backend: Communication library.
         device: Device of the model.
+        choice: The operations that torch computes.
     """
     found: dict[str, str] = {"back ends": backend}
+    if device.type == "cpu" or (device.type == "cuda" and runs_kernels(device)):
+        found["choice of kernels"] = choice.text()
     products = _fp8_products(train, chunks)
     fp8 = None if products is None else products.text()
     if device.type != "cuda":

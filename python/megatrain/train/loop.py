@@ -229,6 +229,7 @@ class _Run:
                 + trainer.data.notes
                 + found.skipped
                 + notes
+                + trainer.kernels.notes()
                 + kernel_notes(config.train, trainer.chunks, device=trainer.device),
             )
 

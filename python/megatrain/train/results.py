@@ -281,7 +281,11 @@ def run_info(
         schedule=start.schedule,
         environment=collect_environment()
         | kernel_environment(
-            config.train, trainer.chunks, backend=config.run.backend, device=trainer.device
+            config.train,
+            trainer.chunks,
+            backend=config.run.backend,
+            device=trainer.device,
+            choice=trainer.kernels,
         ),
         resumed_from=start.resumed_from,
         config=config.model_dump(mode="json", exclude_none=True),

@@ -10,6 +10,7 @@ from typing import Any
 
 from megacore.errors import CheckpointError, ConfigError
 from megacore.optim.weight_average import AVERAGE
+from megacore.qualification import keep_choice
 from megatrain.checkpoint import FoundCheckpoint, TrainState, load_checkpoint
 from megatrain.checkpoint.changes import changed_settings
 from megatrain.checkpoint.format import read_index
@@ -58,9 +59,12 @@ def resume_run(
         trainer.average.restart()
     _load_callbacks(config.train.callbacks, callbacks, state.callbacks)
     changed = changed_settings(found.path, config)
+    kernels, changes = keep_choice(trainer.kernels, state.kernels)
+    kernels.use()
+    trainer = replace(trainer, kernels=kernels)
     trainer, notes = _continue_order(trainer, found.path, state)
     state = replace(state, tokens=index.tokens)
-    return trainer, state, changed + notes + _changed_sources(trainer, state)
+    return trainer, state, changed + changes + notes + _changed_sources(trainer, state)
 
 
 def run_state(
@@ -85,6 +89,7 @@ def run_state(
         optimizer=trainer.optimizer.scalars(),
         control=control.state(),
         data=data,
+        kernels=trainer.kernels.state(),
         callbacks=_callback_states(trainer.config.train.callbacks, callbacks),
     )
 

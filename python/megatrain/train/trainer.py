@@ -36,6 +36,7 @@ from megacore.pipeline import (
     receives_for,
 )
 from megacore.pipeline.clock import PhaseClock
+from megacore.qualification import KernelChoice
 from megatrain.config import DebugConfig, ResolvedConfig, ResolvedOptimizerConfig
 from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
@@ -59,6 +60,7 @@ from megatrain.routing_trace import Recorded, RoutingRecorder, RoutingReplay, Ro
 from megatrain.train.control import NUM_VOTES
 from megatrain.train.diagnosis import NonFiniteSearch
 from megatrain.train.graphs import StepGraphs
+from megatrain.train.kernels import choose_run_kernels
 from megatrain.train.memory import memory_bytes
 from megatrain.train.meters import ExpertLoadMeter, MTPLossMeter
 from megatrain.train.step import BatchSource, EagerStep, Evaluation, StepMetrics, TrainStep
@@ -80,6 +82,7 @@ class Trainer:
         average: Moving average of the weights; ``None`` without one.
         graphs: CUDA graphs of training steps; ``None`` without graphs.
         device: Device of the model.
+        kernels: Choice between our kernels and torch's operations.
         routing: Recorder and replay of routing decisions, both optional.
         num_params: Parameters of the whole model, without the padding of the vocabulary.
         calls: Recorder of the collectives and messages of this rank.
@@ -98,6 +101,7 @@ class Trainer:
     average: WeightAverage | None
     graphs: StepGraphs | None
     device: torch.device
+    kernels: KernelChoice
     routing: RoutingTape
     num_params: int
     calls: CallRing | None = None
@@ -301,6 +305,7 @@ def build_trainer(
     """
     first_bytes = memory_bytes(device)[0]
     groups = _make_groups(config, world_size, calls)
+    kernels = choose_run_kernels(config, device=device, world=groups.world)
     data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
     num_params = _count_params(config, chunks, groups)
@@ -358,6 +363,7 @@ def build_trainer(
         average=average,
         graphs=graphs,
         device=device,
+        kernels=kernels,
         routing=_attach_tape(config.debug, recorded_settings(config), chunks, rank=groups.rank),
         num_params=num_params,
         calls=calls,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops import gemm_cpu, gemm_cuda, gemm_torch, grouped_product
+from megacore.ops.kernel_choice import leaving
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm"
@@ -57,28 +58,24 @@ def test_counts_that_do_not_fit_are_truncated_and_no_rows_are_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "obstacle", "expected"),
-    [
-        ("auto", None, "native"),
-        ("auto", "no kernel", "torch"),
-        ("native", None, "native"),
-        ("native", "no kernel", "reference"),
-        ("torch", None, "torch"),
-        ("torch", "no kernel", "torch"),
-    ],
+    ("obstacle", "is_left", "expected"),
+    [(None, False, "native"), ("no kernel", False, "torch"), (None, True, "torch")],
 )
-def test_the_variable_chooses_among_what_is_there(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, obstacle: str | None, expected: str
+def test_ours_then_torchs_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, obstacle: str | None, is_left: bool, expected: str
 ) -> None:
-    monkeypatch.setenv(gemm_cuda.BACKEND_VARIABLE, wanted)
-    monkeypatch.setattr(gemm_cuda, "grouped_obstacle", lambda *_: obstacle)
+    monkeypatch.setattr(gemm_cuda, "_grouped_obstacle", lambda *_: obstacle)
     x = torch.empty(8, K, dtype=torch.bfloat16)
-    if expected == "reference":
-        with pytest.warns(UserWarning, match="waits for the GPU: no kernel"):
-            assert gemm_cuda.choose_backend(x, 4, N, K) == expected
-    else:
+    with leaving(["grouped_product"] if is_left else [], "cuda"):
         assert gemm_cuda.choose_backend(x, 4, N, K) == expected
     assert gemm_cuda.choose_backend(x.float(), 4, N, K) == "reference"
+    reason = "our grouped products are left out" if is_left else obstacle
+    if reason is not None:
+        with (
+            leaving(["grouped_product"] if is_left else [], "cuda"),
+            pytest.warns(UserWarning, match=f"waits for the GPU: {reason}"),
+        ):
+            assert gemm_cuda.choose_backend(x.half(), 4, N, K) == "reference"
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -97,9 +94,3 @@ def test_ops_use_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, backend: st
     product(grad, x, splits, WEIGHT_GRAD, found, accumulate=True)
     gemm_cpu.weight_grad_reference_(grad, x, splits, expected, True)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
-
-
-def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gemm_cuda.BACKEND_VARIABLE, "cublas")
-    with pytest.raises(ValueError, match="must be one of auto, native, torch, got 'cublas'"):
-        gemm_cuda.choose_backend(torch.empty(8, K), 4, N, K)

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacore.ops import gemm_cuda
+from megacore.moe.echo import reroute
+from megacore.ops import cuda_module, dense, gemm_cuda, normed_rotation, permutation
+from megacore.ops.kernel_choice import leaving
+from megacore.qualification import compare, operation_names
 from tests.support.emulated_kernels import load_kernels
 from tests.unit.ops.test_compiled import OPS, arguments_of, strided_arguments, without_times
 
@@ -147,3 +152,44 @@ def test_plans_are_those_of_the_cpu(emulated: Any, is_balanced: bool) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         num_clones += int(expected[4][1])
     assert num_clones > 0
+
+
+# Sizes that the GPU's kernels do not take: their operations go to the reference.
+FITS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "rms_norm_backward"), dense._cuda_fits),
+    "split_and_rotate": lambda *args: args[3] % 2 == 0,
+    "split_and_rotate_backward": lambda *args: args[0].shape[-1] % 2 == 0,
+    "norm_and_rotate": normed_rotation._cuda_fits,
+    "norm_and_rotate_backward": normed_rotation._backward_cuda_fits,
+    "sort_by_expert": permutation._sorts,
+    "reroute": reroute._fits,
+}
+LIMITS = {"MAX_NORM_BYTES": 1 << 16, "MAX_NORMED_HEAD_BYTES": 1 << 10, "MAX_SORTED_EXPERTS": 512}
+
+
+@pytest.mark.parametrize("num_sizes", [4, pytest.param(8, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_qualification_finds_no_fault(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch, name: str, num_sizes: int
+) -> None:
+    monkeypatch.setattr(compare, "AWKWARD", compare.AWKWARD[:num_sizes])
+    monkeypatch.setattr(cuda_module, "_CUDA", SimpleNamespace(**LIMITS))
+    kernel, fits, calls = getattr(emulated, f"_{name}"), FITS.get(name), 0
+
+    def run(*arguments: Any) -> Any:
+        nonlocal calls
+        if fits is not None and not fits(*arguments):
+            with leaving(operation_names("cpu"), "cpu"):
+                return getattr(OPS, name)(*arguments)
+        calls += 1
+        return kernel(*arguments)
+
+    own = torch.library.Library("megacore", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the CPU's kernel is there
+        own.impl(f"_{name}", run, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+    try:
+        assert compare.first_difference(name, torch.device("cpu")) is None
+    finally:
+        own._destroy()  # type: ignore[no-untyped-call]
+    assert calls >= 4

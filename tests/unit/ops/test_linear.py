@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,12 +11,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from megacore.ops import linear as module
+from megacore.ops.kernel_choice import LINEAR_MACS, leaving
 from megacore.ops.linear import linear, multiply_, multiply_input_grad, multiply_weight_grad_
 
 
-@pytest.fixture(params=[True, False], ids=["ours", "torch"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_ours_faster", lambda: request.param)
+@pytest.fixture(params=[(), tuple(LINEAR_MACS)], ids=["ours", "torch"])
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    with leaving(request.param, "cpu"):
+        yield
+
+
+@pytest.fixture
+def ours() -> Iterator[None]:
+    with leaving((), "cpu"):
+        yield
 
 
 def random(*shape: int) -> Tensor:
@@ -67,27 +76,40 @@ def test_rows_of_a_larger_tensor_are_products_of_their_own() -> None:
     )
 
 
+@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize(
     ("dtype", "rows"), [(torch.bfloat16, 512), (torch.float64, 512), (torch.float32, 2)]
 )
 def test_other_dtypes_and_small_products_are_those_of_torch_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
+    dtype: torch.dtype, rows: int
 ) -> None:
-    monkeypatch.setattr(module, "is_ours_faster", lambda: True)
     x, weight = random(rows, 128).to(dtype), random(64, 128).to(dtype)
     assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
 
 
-def test_rows_do_not_depend_on_the_other_rows_of_our_product(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "is_ours_faster", lambda: True)
+@pytest.mark.usefixtures("ours")
+def test_rows_do_not_depend_on_the_other_rows_of_our_product() -> None:
     x, weight = random(300, 256), random(192, 256)
     assert torch.equal(linear(x, weight)[:100], linear(x[:100], weight))
 
 
+@pytest.mark.parametrize("size", [128, 256, 640])
+def test_each_size_of_products_has_its_choice(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(module, "grouped_product", lambda *_, **__: calls.append(size))
+    (name,) = (n for n, m in LINEAR_MACS.items() if m <= size**3 < 16 * m)
+    out, x, weight = torch.empty(size, size), random(size, size), random(size, size)
+    with leaving({name}, "cpu"):
+        multiply_(out, x, weight)
+    assert torch.equal(out, x @ weight.t())
+    assert not calls
+    with leaving({*LINEAR_MACS} - {name}, "cpu"):
+        multiply_(out, x, weight)
+    assert calls
+
+
+@pytest.mark.usefixtures("ours")
 def test_compiled_transformed_and_cast_products_are_torchs() -> None:
-    # With the real choice: the compiler would follow a replacement of it.
     x, weight = random(256, 128), random(64, 128)
     compiled = torch.compile(linear, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, weight), nn.functional.linear(x, weight))

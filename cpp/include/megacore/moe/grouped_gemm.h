@@ -52,8 +52,4 @@ void grouped_gemm_weight_grad(const float* grad_y,
                               bool accumulate,
                               int num_threads);
 
-// Whether a product of one group is faster than that of MKL, with which torch is built: with
-// AVX-512 on processors that are not Intel's, on which MKL uses half of the vector width.
-bool is_faster_than_mkl();
-
 }  // namespace megacore::moe

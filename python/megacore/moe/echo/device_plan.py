@@ -152,8 +152,9 @@ def plan_offload_on_device(
 
 
 def _plan_on_host(counts: Tensor, *options: int) -> tuple[Tensor, ...]:
-    """Plan on the CPU, where there are no CUDA kernels or a block has too little memory."""
-    return tuple(each.to(counts.device) for each in _plan_offload(counts.cpu(), *options))
+    """Plan by the CPU's kernel, which is the reference of all others."""
+    plan = torch.ops.megacore._plan_offload(counts.cpu(), *options)
+    return tuple(each.to(counts.device) for each in plan)
 
 
 def _cuda_fits(counts: Tensor, num_spare_slots: int, *options: int) -> bool:
