@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, PeerLostError
 from megacore.moe.dispatchers import (
     AllToAllDispatcher,
     Capacity,
@@ -432,3 +432,44 @@ def in_bfloat16(rank: int) -> list[str]:
 
 def test_other_number_formats_have_the_bits_of_the_all_to_all_too() -> None:
     assert run_ranks(2, in_bfloat16) == [[], []]
+
+
+def try_faulty_peers(rank: int, way: str) -> list[str]:
+    """Exchange a pattern where one member's rows arrive wrong; what each transport becomes."""
+    groups = ProcessGroups.create(Topology(world_size=3, ep=3))
+    options: dict[str, Any] = {"device": torch.device("cpu"), "row_bytes": 4}
+    assert isinstance(make_peers(groups.etp_ep, transport="peer", **options), HostPeers)
+    real = getattr(HostPeers, way)
+
+    def faulty(peers: HostPeers, first: Any, x: Tensor, *others: Any) -> Any:
+        if rank == 1 and way == "start_pull":
+            x = x.flip(0)  # what this member publishes
+        found = real(peers, first, x, *others)
+        if rank == 1 and way == "finish_push":
+            x[1, 200] += 1.0  # what this member received
+        return found
+
+    def timed_out(*args: Any) -> Any:
+        del args
+        raise PeerLostError("group ep: rank 1 did not send its rows within 1 s")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPeers, way, timed_out if way == "plan_copies" else faulty)
+        assert make_peers(groups.etp_ep, transport="auto", **options) is None
+        with pytest.raises(ConfigError) as caught:
+            make_peers(groups.etp_ep, transport="peer", **options)
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        ("finish_push", "on rank 1"),
+        ("start_pull", "on rank 0"),
+        ("plan_copies", "rank 1 did not send its rows within 1 s on rank 0"),
+    ],
+)
+def test_peer_memory_that_does_not_arrive_is_not_used(way: str, named: str) -> None:
+    for (message,) in run_ranks(3, try_faulty_peers, way):
+        assert "needs ranks that reach each other's memory, but here is" in message
+        assert named in message

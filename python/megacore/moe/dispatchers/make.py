@@ -22,6 +22,7 @@ from megacore.moe.dispatchers.host_peers import HostPeers
 from megacore.moe.dispatchers.local import LocalDispatcher
 from megacore.moe.dispatchers.peer import PeerDispatcher
 from megacore.moe.dispatchers.peer_memory import Peers, no_peers
+from megacore.moe.dispatchers.peer_trial import exchange_fault
 from megacore.parallel.process_groups import Group
 
 Kind = Literal["allgather", "alltoall", "static"]
@@ -83,18 +84,23 @@ def make_peers(
             memory.
 
     Sync:
-        On CUDA a collective agrees on whether all members can access each other's memory.
+        All members exchange a pattern through the memory, and agree on whether it arrived.
     """
     if transport == "collective" or group.size == 1 or device.type not in ("cpu", "cuda"):
         return None
+    peers: Peers | None = None
     if device.type == "cuda":
         note = reason_against(group, device)
         if not note:
-            return SymmetricPeers(group, device, row_bytes=row_bytes)
+            peers = SymmetricPeers(group, device, row_bytes=row_bytes)
     elif group.host is not None:
-        return HostPeers(group, row_bytes=row_bytes)
+        peers = HostPeers(group, row_bytes=row_bytes)
     else:
         note = group.describe()
+    if peers is not None:
+        note = exchange_fault(peers, device)
+        if not note:
+            return peers
     if transport == "peer":
         raise ConfigError(no_peers(note))
     return None
