@@ -32,6 +32,7 @@ print(json.dumps({
     "capability": list(torch.cuda.get_device_capability()) if gpu else [],
     "torch": torch.__version__,
     "cuda": torch.version.cuda,
+    "nccl": list(torch.cuda.nccl.version()) if gpu else None,
 }))
 """
 _PROBE = """
@@ -67,6 +68,7 @@ def facts() -> dict[str, Any]:
         "commit": _commit(),
         "python": sys.version.split()[0],
         "nvcc": release[1] if release else None,
+        "topology": output_of("nvidia-smi", "topo", "-m").splitlines(),
         "cores": os.cpu_count(),
         **asked,
     }
@@ -191,15 +193,21 @@ class _Check:
     def _in_order(self, phases: Sequence[str]) -> None:
         tests = {step.name: step for step in gpu_steps.test_steps()}
         benchmarks = {step.name: step for step in gpu_steps.benchmark_steps(self.results)}
+        trials = {step.name: step for step in gpu_steps.trial_steps(self.results)}
         named = {name for _, names in gpu_steps.ORDER for name in names}
         for phase, names in gpu_steps.ORDER:
-            if phase not in phases:
+            if ("tests" if phase == "trials" else phase) not in phases:
                 continue
             if phase == "tests":
                 self._test([tests[n] for n in names or tests.keys() - named if n in tests])
                 continue
             for name in names:
-                if self.steps_before.get(name) != "ok":
+                if self.steps_before.get(name) == "ok":
+                    continue
+                if phase == "trials":
+                    fewer = ("--steps", "2") if name == "kernels_in_training" else ()
+                    self.runner.run(self._shown(trials[name], ("--device", "cpu", *fewer)))
+                else:
                     self.runner.run(self._shown(benchmarks[name], ("--help",)))
 
     def _test(self, steps: Sequence[Step]) -> None:

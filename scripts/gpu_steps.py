@@ -20,15 +20,21 @@ NO_SANITIZER = (
     "nvidia-cuda-sanitizer-api"
 )
 FOUND_ERRORS = 9  # exit code of compute-sanitizer, unlike any of pytest's
-# Seconds for files of tests and for benchmarks, where it is not the usual limit.
+# Seconds for files of tests and for benchmarks, where it is not the usual limit. What a test starts
+# has a shorter limit of its own.
 LIMITS = {
     **{"bench_gpu_grouped_gemm": 110.0, "bench_gpu_tokens": 60.0, "bench_gpu_adamw": 25.0},
-    **{"test_shared_gpu": 120.0, "test_graph_training": 150.0, "test_training": 120.0},
+    **{"test_shared_gpu": 240.0, "test_graph_training": 150.0, "test_training": 120.0},
+    "test_launch_nccl": 130.0,
 }
-# Tests and benchmarks by value per second; those of a group run at a time. Files of tests that are
-# not named run in the last group. Peers and clones run alone: they wait for one another.
+# Tests, trials and benchmarks by value per second; those of a group run at a time. The first groups
+# answer within 100 s whether kernels are right, and whether a model trains with them. Files of
+# tests that are not named run in the group without names. Peers and clones run alone: they wait for
+# one another.
 ORDER = (
     ("tests", ("test_small_cases",)),
+    ("trials", ("qualification", "kernels_in_training")),
+    ("tests", ("test_training", "test_moe_layer")),
     (
         "tests",
         (
@@ -36,13 +42,14 @@ ORDER = (
             "test_plan_kernel",
         ),
     ),
-    ("benchmarks", ("bench_gpu_grouped_gemm",)),
     ("benchmarks", ("bench_gpu_tokens",)),
+    ("benchmarks", ("bench_gpu_grouped_gemm",)),
     ("tests", ("test_peer_kernels",)),
     ("tests", ("test_clone_kernels",)),
     ("tests", ("test_shared_gpu",)),
-    ("tests", ()),
+    ("tests", ("test_graphs", "test_graph_training")),
     ("benchmarks", ("bench_graphs",)),
+    ("tests", ()),
     ("benchmarks", ("bench_gpu_adamw",)),
 )
 # The shape that published figures are for: E=256, N=4096, K=6144.
@@ -53,12 +60,15 @@ ARGUMENTS = {
 _HAS_KERNELS = """
 import sys
 from megacore.ops import cuda_kernels, has_cuda_kernels
-archs = cuda_kernels().grouped_gemm_archs() if has_cuda_kernels() else []
-sys.exit(0 if sys.argv[1] in archs else
-         f"no grouped products for sm_{sys.argv[1]} in this build, which has {archs}: "
+of, arch = sys.argv[1:]
+archs = getattr(cuda_kernels(), of)() if has_cuda_kernels() else []
+what = "grouped products" if of == "grouped_gemm_archs" else "kernels"
+sys.exit(0 if arch in archs else
+         f"no {what} for sm_{arch} in this build, which has {archs}: "
          "set CUTLASS_ROOT and build again")
 """
-_ARCHS = {"9.0": "90a", "10.0": "100a"}
+# Compute capabilities with grouped products.
+_GROUPED = ((9, 0), (10, 0))
 _PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index")
 
 
@@ -94,8 +104,8 @@ def wheel_steps() -> list[Step]:
 def build_steps(capability: Sequence[int], limit_s: float) -> list[Step]:
     """Compile and install this."""
     settings = ["MEGACORE_CUDA=ON"]
-    if arch := _arch(capability):
-        settings.append(f"MEGACORE_CUDA_ARCHS={arch}")
+    if capability:
+        settings.append(f"MEGACORE_CUDA_ARCHS={_arch(capability)}")
     defines = [f"--config-settings=cmake.define.{setting}" for setting in settings]
     env = {}
     carried = ROOT / "cutlass"
@@ -107,14 +117,18 @@ def build_steps(capability: Sequence[int], limit_s: float) -> list[Step]:
 
 
 def kernel_steps(capability: Sequence[int]) -> list[Step]:
-    """Fail where the build has no grouped products for the device, though it could."""
-    arch = _arch(capability)
-    command = [sys.executable, "-c", _HAS_KERNELS, arch]
-    return [Step(name="kernels", command=command, limit_s=60.0)] if arch else []
+    """Fail where the build has no kernels for the device, or lacks grouped ones that it could."""
+    if not capability:
+        return []
+    of = "grouped_gemm_archs" if tuple(capability) in _GROUPED else "compiled_archs"
+    command = [sys.executable, "-c", _HAS_KERNELS, of, _arch(capability)]
+    return [Step(name="kernels", command=command, limit_s=60.0)]
 
 
 def _arch(capability: Sequence[int]) -> str:
-    return _ARCHS.get(".".join(map(str, capability)), "")
+    """Return the architecture of a compute capability; from 9.0 on, code runs on its own only."""
+    major, minor = capability
+    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
 
 
 def test_steps() -> list[Step]:
@@ -189,6 +203,26 @@ def benchmark_steps(results: Path) -> list[Step]:
         env = {"MEGACORE_ROWS": "1"}
         steps.append(Step(name=file.stem, command=command, limit_s=limit, results=folder, env=env))
     return steps
+
+
+def trial_steps(results: Path) -> list[Step]:
+    """Every kernel against torch, with the times of both; a training with kernels, and without."""
+    found = []
+    for name, limit_s, words in (
+        ("qualification", 75.0, ["scripts/gpu_qualify.py"]),
+        (
+            "kernels_in_training",
+            60.0,
+            [
+                *("scripts/gpu_curves.py", "--compare", "kernels", "--steps", "20"),
+                *("--tolerance", "3e-2"),
+            ],
+        ),
+    ):
+        folder = results / name
+        command = [sys.executable, *words, "--out", str(folder)]
+        found.append(Step(name=name, command=command, limit_s=limit_s, results=folder))
+    return found
 
 
 def curve_steps(results: Path) -> list[Step]:

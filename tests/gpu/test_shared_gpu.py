@@ -21,7 +21,7 @@ def run(case: str, num_ranks: int, device: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=75,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
@@ -29,8 +29,8 @@ def run(case: str, num_ranks: int, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_cuda_kernels(), reason="built without CUDA kernels")
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_ranks", [2, 4])  # all cases of two first
 def test_processes_share_a_gpu(case: str, num_ranks: int) -> None:
     run(case, num_ranks, "cuda")
 

@@ -85,7 +85,7 @@ def test_the_command_trains_under_nccl(tmp_path: Path) -> None:
         ),
         f"--run.dir={tmp_path / 'run'}",
     ]
-    ended = start_command(arguments, tmp_path).finish(timeout_s=240)
+    ended = start_command(arguments, tmp_path).finish(timeout_s=100)
     assert ended.code == 0, ended.err
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]

@@ -172,11 +172,14 @@ def test_the_build_is_for_the_device_and_offline(
     assert "--no-index" in build.command
     assert any("MEGACORE_CUDA_ARCHS=90a" in word for word in build.command)
     assert build.env == {"CUTLASS_ROOT": str(Path("relative").resolve())}
-    assert not any(
-        "CUDA_ARCHS" in word for word in gpu_check.gpu_steps.build_steps([8, 6], 300.0)[0].command
-    )
-    assert [step.name for step in gpu_check.gpu_steps.kernel_steps([9, 0])] == ["kernels"]
-    assert gpu_check.gpu_steps.kernel_steps([8, 6]) == []
+    for capability, arch in (([8, 0], "80"), ([8, 9], "89"), ([10, 3], "103a"), ([12, 0], "120a")):
+        (build,) = gpu_check.gpu_steps.build_steps(capability, 300.0)
+        assert any(word.endswith(f"MEGACORE_CUDA_ARCHS={arch}") for word in build.command)
+        (kernels,) = gpu_check.gpu_steps.kernel_steps(capability)
+        assert kernels.command[-2:] == ["compiled_archs", arch]
+    (kernels,) = gpu_check.gpu_steps.kernel_steps([9, 0])
+    assert kernels.command[-2:] == ["grouped_gemm_archs", "90a"]
+    assert gpu_check.gpu_steps.kernel_steps([]) == []
 
 
 @pytest.mark.parametrize("imports", [True, False])
@@ -303,8 +306,11 @@ def test_every_step_runs_on_a_fake_device(gpu_check: ModuleType, tmp_path: Path)
     steps = [each["name"] for each in record["steps"]]
     tests = {each.name for each in gpu_check.gpu_steps.test_steps()}
     benchmarks = {each.name for each in gpu_check.gpu_steps.benchmark_steps(tmp_path / "none")}
-    assert {name.partition(" ")[0] for name in steps} == tests | benchmarks | {"curves"}
-    assert steps.index("test_small_cases") == 0
+    trials = ["qualification", "kernels_in_training"]
+    assert {name.partition(" ")[0] for name in steps} == tests | benchmarks | {"curves", *trials}
+    assert steps[:3] == ["test_small_cases", *trials]
+    assert {*steps[3:5]} == {"test_training", "test_moe_layer"}
+    assert {"qualification", "kernels_in_training"} <= record["benchmarks"].keys()
     assert steps.index("bench_gpu_grouped_gemm") < steps.index("test_peer_kernels")
     assert {each["outcome"] for each in record["steps"]} == {"ok"}
     assert {test.partition("::")[0] for test in record["tests"]} == {
