@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megacore.errors import CheckpointError, ConfigError
+from megacore.optim import AdamW, Lion
 from megatrain.checkpoint import load_full_weights
 from megatrain.config import ResolvedConfig
 from megatrain.plan.run_plan import buffer_layouts, plan_run
@@ -310,6 +311,55 @@ def test_parameters_may_be_frozen_at_a_resume_and_need_new_weights_to_thaw(tmp_p
         run_folder(0, 1, tmp_path, {**run, "train.steps": 3})
     new = {"run.dir": str(tmp_path / "new"), "checkpoint.load_weights": str(tmp_path / "run")}
     run_folder(0, 1, tmp_path, {**new, "train.steps": 1})
+
+
+# ---- other optimizers ----------------------------------------------------------------------------
+
+MIXED = {
+    "optimizer.groups": [
+        {"pattern": "embedding", "optimizer": "sgd", "lr_scale": 10.0},
+        {"pattern": "layers.0.*", "optimizer": "none"},
+        {"pattern": "*.down", "optimizer": "lion", "lr_scale": 0.1, "beta2": 0.99},
+        {"pattern": "layers.1.*", "beta1": 0.5, "beta2": 0.8},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, {"optimizer.bucket_numel": 2000, "optimizer.overlap": "all"}),
+        (4, {"parallel.tp": 2, "parallel.pp": 2}),
+        (1, {"graphs.mode": "full_step", "graphs.warmup_steps": 1}),
+    ],
+    ids=["dp2, overlapped", "tp2 pp2", "graphs of steps"],
+)
+def test_groups_have_optimizers_of_their_own_in_every_layout(
+    world_size: int, layout: dict[str, Any]
+) -> None:
+    expected, plain = run(0, False, 1, MIXED)[0], run(0, False, 1, {})[0]
+    assert expected[-1] != pytest.approx(plain[-1], rel=1e-3)
+    changes = {**MIXED, **layout}
+    for losses, *_ in run_ranks(world_size, run, False, world_size, changes, timeout_s=200):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_take_the_first_match_and_the_settings_of_the_run() -> None:
+    optimizer = make(False, 1, {**MIXED, "optimizer.beta1": 0.7}).optimizer
+    state = {piece.info.name: set(piece.tensors) - {"main_param"} for piece in optimizer.pieces()}
+    assert len(state["embedding"]) == len(state["layers.2.mlp.down"]) == 1
+    assert state["layers.1.mlp.down"] == state["layers.2.mlp.down"]  # of Lion, not of layers.1
+    assert state["layers.1.attention.qkv"] == {"exp_avg", "exp_avg_sq"}
+    assert "layers.0.mlp.down" not in state
+    groups = dense.make_config(1, {**MIXED, "optimizer.beta1": 0.7}).optimizer.param_groups()
+    assert groups[2].rule == Lion(beta1=0.7, beta2=0.99)
+    assert groups[3].rule == AdamW(beta1=0.5, beta2=0.8)
+
+
+def test_a_plan_counts_the_state_of_the_optimizers_of_groups() -> None:
+    [rank] = plan_run(dense.make_config(1, MIXED), 1).ranks
+    found = make(False, 1, MIXED).optimizer.state_bytes
+    assert rank.optimizer_bytes == pytest.approx(found, rel=0.01)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -55,31 +55,50 @@ class ParamGroupConfig(Section):
     pattern: str = Field(
         min_length=1, description="Shell-style pattern of names, as in `layers.*.mlp.*`."
     )
-    optimizer: Literal["none"] | None = Field(
+    optimizer: Literal["none", "adamw", "adam", "sgd", "lion"] | None = Field(
         default=None,
-        description="`none` freezes the parameters. Default: that of the run.",
+        description="Their optimizer; `none` freezes them. Default: that of the run.",
     )
     lr_scale: float = Field(default=1.0, ge=0.0, description="Factor on the learning rate.")
     weight_decay: float | None = Field(
         default=None, ge=0.0, description="Weight decay. Default: that of the parameter."
     )
+    beta1: float | None = Field(
+        default=None, ge=0.0, lt=1.0, description="As `optimizer.beta1`. Default: that of the run."
+    )
+    beta2: float | None = Field(
+        default=None, ge=0.0, lt=1.0, description="As `optimizer.beta2`. Default: that of the run."
+    )
 
     @model_validator(mode="after")
     def _check_frozen(self) -> Self:
-        if self.optimizer == "none" and (self.lr_scale != 1.0 or self.weight_decay is not None):
+        others = [name for name in self.model_fields_set if name not in ("pattern", "optimizer")]
+        unused = [name for name in sorted(others) if getattr(self, name) is not None]
+        if self.optimizer == "none" and unused:
             raise ValueError(
-                f'the parameters of {self.pattern!r} are frozen (optimizer = "none"), so lr_scale '
-                "and weight_decay have no effect; leave them out"
+                f'the parameters of {self.pattern!r} are frozen (optimizer = "none"), so '
+                f"{' and '.join(unused)} would have no effect; leave that out"
             )
         return self
 
-    def group(self) -> ParamGroup:
-        """Return the group of parameters."""
+    def optimizer_of(self, run: OptimizerConfig) -> OptimizerConfig:
+        """Return the settings of the run with those of the optimizer of this group."""
+        own: dict[str, Any] = {
+            name: value for name in ("beta1", "beta2") if (value := getattr(self, name)) is not None
+        }
+        if self.optimizer is not None:
+            own |= {"name": self.optimizer, "factory": None}
+        return run.model_copy(update=own)
+
+    def group(self, run: OptimizerConfig) -> ParamGroup:
+        """Return the group of parameters, in a run with these settings."""
+        is_frozen = self.optimizer == "none"
         return ParamGroup(
             pattern=self.pattern,
             lr_scale=self.lr_scale,
             weight_decay=self.weight_decay,
-            frozen=self.optimizer == "none",
+            rule=None if is_frozen else self.optimizer_of(run).rule(),
+            frozen=is_frozen,
         )
 
 
@@ -164,8 +183,9 @@ class OptimizerConfig(Section):
         default=[],
         description="Groups of parameters with settings of their own, each a table "
         "`[[optimizer.groups]]` with `pattern` (of names, as in `layers.*.mlp.*`; the first group "
-        "that matches wins), `optimizer` (`none` freezes them), `lr_scale` (factor on the learning "
-        "rate) and `weight_decay`. See buffers.md.",
+        "that matches wins), `optimizer` (`adamw`, `adam`, `sgd`, `lion`, or `none`, which freezes "
+        "them), `lr_scale` (factor on the learning rate), `weight_decay`, `beta1` and `beta2`. See "
+        "buffers.md.",
     )
     ema_decay: float = Field(
         default=0.0,
@@ -241,7 +261,7 @@ class OptimizerConfig(Section):
 
     def param_groups(self) -> list[ParamGroup]:
         """Return the groups of parameters."""
-        return [group.group() for group in self.groups]
+        return [group.group(self) for group in self.groups]
 
     def rule(self) -> UpdateRule:
         """Return the update rule.
@@ -322,6 +342,19 @@ class OptimizerConfig(Section):
                 f"nearest: {lower:g}, {2 * lower:g}"
             )
         return scale
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        for number, group in enumerate(self.groups, start=1):
+            for name in ("beta1", "beta2"):
+                own = group.optimizer_of(self)
+                if getattr(group, name) is not None and not own.has(name):
+                    shown = "optimizer.factory" if own.factory else own.name
+                    raise ValueError(
+                        f"groups number {number} ({group.pattern!r}) sets {name}, which {shown} "
+                        "has not; leave it out, or choose another optimizer for the group"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _check_rates(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megacore._core import BufferPlan, plan_buckets
 from megacore.errors import ConfigError
@@ -48,7 +49,8 @@ class RankState:
         param_bytes: Parameter buffers, and frozen parameters.
         grad_bytes: Gradient buffers.
         optimizer_bytes: Moments, main parameters unless the parameters are float32, and moving
-            average of the weights, if there is one, of the rank's shard.
+            average of the weights, if there is one, of the rank's shard; where groups have
+            optimizers of other sizes, the mean over the shards.
     """
 
     buffers: tuple[tuple[list[int], BufferPlan], ...]
@@ -98,14 +100,31 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
         for (expert, _), positions in by_kind.items()
     )
     numel = sum(plan.numel for _, plan in buffers)
-    owned = sum(plan.shard_numel for _, plan in buffers) if config.optimizer.distributed else numel
     row = memory_row_of(config.optimizer, dtype=config.train.dtype)
+    optimizer_bytes = 0
+    for positions, plan in buffers:
+        owned = plan.shard_numel if config.optimizer.distributed else plan.numel
+        more = _more_state(config, [infos[position] for position in positions])
+        optimizer_bytes += int(owned * (row.sharded + more))
     return RankState(
         buffers=buffers,
         param_bytes=(numel + frozen) * row.param_bytes,
         grad_bytes=numel * row.grad_bytes,
-        optimizer_bytes=int(owned * row.sharded),
+        optimizer_bytes=optimizer_bytes,
     )
+
+
+def _more_state(config: ResolvedConfig, infos: Sequence[ParamInfo]) -> Fraction:
+    """Return the mean bytes of state that optimizers of groups add per element of a buffer."""
+    param_groups, base = config.optimizer.param_groups(), config.optimizer.rule().state_bytes
+    more, numel = Fraction(0), 0
+    for info in infos:
+        rule = group_of(info.name, param_groups).rule
+        own = local_numel(config.parallel, info)
+        numel += own
+        if rule is not None:
+            more += own * (rule.state_bytes - base)
+    return more / numel
 
 
 def local_numel(parallel: ParallelConfig, info: ParamInfo) -> int:

@@ -108,6 +108,10 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
             '[[optimizer.groups]]\npattern = "*"\nlr_scal = 0.5\n',
             "[[optimizer.groups]] number 1: unknown key lr_scal; did you mean lr_scale?",
         ),
+        (
+            '[[optimizer.groups]]\npattern = "*"\noptimizer = "sgd"\nbeta2 = 0.5\n',
+            "groups number 1 ('*') sets beta2, which sgd has not; leave it out",
+        ),
         ('[optimizer]\nschedule = "WSD"\n', "or 'wsd'; it is called \"wsd\" here"),
         ('[optimizer]\ntail_shape = "1-sqrt"\n', 'it is called "minus_sqrt" here'),
         ("[optimizer]\nwarmup_from = 1.0\n", "warmup_from = 1 is above lr = 0.003"),
