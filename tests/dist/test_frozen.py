@@ -14,7 +14,8 @@ import torch
 from megacore.errors import CheckpointError, ConfigError
 from megacore.optim import AdamW, Lion
 from megatrain.checkpoint import load_full_weights
-from megatrain.config import ResolvedConfig
+from megatrain.config import ResolvedConfig, load_config
+from megatrain.dry_run import dry_run
 from megatrain.plan.run_plan import buffer_layouts, plan_run
 from megatrain.train.loop import train
 from megatrain.train.trainer import Trainer, build_trainer
@@ -254,6 +255,14 @@ def test_the_layout_of_buffers_lists_frozen_parameters_apart() -> None:
     assert "layers.1." not in second
 
 
+def test_a_rank_alone_takes_the_groups_of_others_as_given() -> None:
+    changes = {"parallel.pp": 2, **MODELS["untied"], **frozen_groups("first half")}
+    config = dense.make_config(4, changes)
+    for rank in (0, 3):
+        found = dry_run(config, world_size=4, rank=rank, device="h100")
+        assert found.works, (found.error, found.cuda)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -288,6 +297,7 @@ def test_a_run_with_frozen_parameters_goes_on_in_other_layouts(tmp_path: Path, d
     assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 2e-2)
     first = load_full_weights(tmp_path / "whole" / "checkpoints" / "step_00000001")[1]
     for folder in ("whole", "parts"):
+        assert load_config(tmp_path / folder / "config.toml").optimizer.groups  # as it was written
         last = load_full_weights(tmp_path / folder)[1]
         assert last.keys() == first.keys()
         for name, value in last.items():

@@ -72,8 +72,8 @@ class ParamGroupConfig(Section):
 
     @model_validator(mode="after")
     def _check_frozen(self) -> Self:
-        others = [name for name in self.model_fields_set if name not in ("pattern", "optimizer")]
-        unused = [name for name in sorted(others) if getattr(self, name) is not None]
+        others = {"lr_scale": 1.0, "weight_decay": None, "beta1": None, "beta2": None}
+        unused = [name for name, default in others.items() if getattr(self, name) != default]
         if self.optimizer == "none" and unused:
             raise ValueError(
                 f'the parameters of {self.pattern!r} are frozen (optimizer = "none"), so '

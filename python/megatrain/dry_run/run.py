@@ -264,7 +264,8 @@ def describe_error(error: BaseException, tracker: StepTracker) -> str:
 
 def _named_tensors(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters and their gradients with the parameters' names."""
-    found = []
+    frozen = trainer.frozen.params
+    found: list[tuple[str, torch.Tensor]] = [(info.name, param.detach()) for info, param in frozen]
     for buffer in trainer.optimizer.buffers:
         for index, (info, param) in enumerate(buffer.params):
             found += [(info.name, param.detach()), (info.name, buffer.main_grad(index))]

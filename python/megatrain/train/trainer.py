@@ -382,7 +382,7 @@ def _make_buffers(
     order = in_model_order(config.pipeline, groups.pp)
     params = [param for number in order for param in chunks[number].param_infos()]
     optimizer, param_groups = config.optimizer, config.optimizer.param_groups()
-    if param_groups:
+    if param_groups and not groups.world.is_fake:  # else those of other ranks are not known
         names = [info.name for info, _ in params]
         names = sorted(set().union(*all_gather_objects(names, groups.world)))
         check_param_groups(param_groups, names)
