@@ -16,7 +16,7 @@ The {count} values of `model_type` that [`import-hf` and `export-hf`](huggingfac
 each, a tiny random model has the logits of `transformers` to 1e-5 and gives back the same files;
 trained from the `config.toml` that the import writes, it has the losses of `transformers` in the
 layouts of the last column (`tests/dist/test_families.py`). `kimi_k2` is tested as a renamed
-`deepseek_v3`, and `bailing_moe_v2`, which `transformers` does not have, against a renamed `glm4_moe`.
+`deepseek_v3`; `bailing_moe_v2`, which `transformers` lacks, against a renamed `glm4_moe`.
 
 | `model_type` | models | beside Llama's blocks | layouts |
 | --- | --- | --- | --- |

@@ -132,7 +132,7 @@ def train_theirs(theirs: Any, config: ResolvedConfig) -> list[float]:
 
 
 def _is_decayed(name: str) -> bool:
-    return not any(part in name for part in ("norm", "bias", "sinks"))
+    return not any(part in name for part in ("norm", "bias", "sinks", "ln_"))
 
 
 @pytest.fixture(scope="module")

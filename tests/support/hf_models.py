@@ -242,7 +242,138 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MODELS = {**FIRST, **FURTHER}
+GEMMA = {"intermediate_size": 48, "head_dim": 12, "query_pre_attn_scalar": 20}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+GRANITE_MOE = {**MIXTRAL, **GRANITE}
+NESTED_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+    "partial_rotary_factor": 0.5,
+}
+# Families that have further options of the layer.
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"intermediate_size": 48, "head_dim": 12}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **GEMMA,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "sliding_window": 5, "layer_types": KINDS, "rope_parameters": NESTED_ROPE},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "intermediate_size": 48,
+            "sliding_window": 5,
+            "layer_types": KINDS,
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {"intermediate_size": 48, "head_dim": 12, "sliding_window": 5, "layer_types": KINDS},
+    ),
+    "exaone4": ("Exaone4", {"intermediate_size": 48, "sliding_window": 5, "layer_types": KINDS}),
+    "smollm3": ("SmolLM3", {"intermediate_size": 48, "no_rope_layers": [1, 0, 1]}),
+    "granite": ("Granite", {"intermediate_size": 48, **GRANITE, "attention_bias": True}),
+    "granite-moe": ("GraniteMoe", GRANITE_MOE),
+    "granite-moe-shared": ("GraniteMoeShared", {**GRANITE_MOE, "shared_intermediate_size": 28}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE,
+            "intermediate_size": 48,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "time_step_limit": (0.0, 9.0),
+        },
+    ),
+    "granite-hybrid, experts, no rotation": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_MOE,
+            "shared_intermediate_size": 28,
+            "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 4,
+            "time_step_limit": (0.0, 9.0),
+        },
+    ),
+    "glm": ("Glm", {"intermediate_size": 48, "head_dim": 12}),
+    "glm4": ("Glm4", {"intermediate_size": 48, "head_dim": 12}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "intermediate_size": 48,
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 500.0,
+                "factor": 1.0,
+                "alpha": 5.0,
+            },
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"intermediate_size": 24, "head_dim": 12, "num_experts": 4, "moe_topk": 2},
+    ),
+    "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "arcee": ("Arcee", {"intermediate_size": 48}),
+    "cohere": ("Cohere", {"intermediate_size": 48, "logit_scale": 0.25}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "intermediate_size": 48,
+            "logit_scale": 0.25,
+            "sliding_window": 5,
+            "layer_types": KINDS,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"intermediate_size": 48, "sliding_window": 5}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_inner": 40,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "num_key_value_heads": ...,
+        },
+    ),
+    "phi3, longrope": (
+        "Phi3",
+        {
+            "intermediate_size": 48,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+}
+MODELS = {**FIRST, **FURTHER, **OPTIONS}
 # As parameters of a test.
 EACH = representatives(MODELS, FIRST)
 # Models of `transformers` by another name: class without "ForCausalLM", both values of model_type.
@@ -254,7 +385,9 @@ def classes(family: str) -> tuple[Any, Any]:
     transformers = pytest.importorskip("transformers")
     if family in _RENAMED:
         return _renamed(family)
-    return tuple(getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
+    model = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(family)
+    names = (f"{family}Config", model or f"{family}ForCausalLM")
+    return tuple(getattr(transformers, name) for name in names)
 
 
 @cache
@@ -283,12 +416,14 @@ def make_theirs(name: str, **more: Any) -> Any:
     torch.manual_seed(3)
     family, changes = MODELS[name]
     make_config, make_model = classes(family)
-    config = make_config(**{**COMMON, **changes, **more})
+    entries = {**COMMON, **changes, **more}
+    config = make_config(**{name: value for name, value in entries.items() if value is not ...})
     model = make_model(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms start as ones, which would hide their place
-                parameter.uniform_(0.5, 1.5)
+                middle = 0.0 if family.startswith("Gemma") else 1.0
+                parameter.uniform_(middle - 0.5, middle + 0.5)
             elif key.endswith("_bias"):
                 parameter.uniform_(-0.5, 0.5)
         model.get_input_embeddings().weight[config.pad_token_id].normal_(0.0, 0.2)  # was zero

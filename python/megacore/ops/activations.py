@@ -57,6 +57,19 @@ def geglu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Compute ``max(x, 0) ** 2`` with torch operations on any device; the shape is unchanged.
+
+    Source:
+        So et al., arXiv:2109.08668.
+
+    Example:
+        >>> squared_relu(torch.tensor([-1.0, 3.0])).tolist()
+        [0.0, 9.0]
+    """
+    return torch.nn.functional.relu(x).square()
+
+
 def softcap(x: Tensor, limit: float | None) -> Tensor:
     """Limit values to ``(-limit, limit)`` by ``limit * tanh(x / limit)``; ``None`` for no limit.
 

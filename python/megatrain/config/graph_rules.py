@@ -119,6 +119,11 @@ def _scope_problems(config: ResolvedConfig, shown: Shown) -> Iterator[str]:
     where = shown("graphs.scopes")
     if "mlp" in scopes and "dense" not in kinds:
         yield f"{where} names mlp, but every layer has experts instead of an MLP; leave it out"
+    if config.model.parallel_blocks and not ("attn" in scopes and {"mlp", "moe"} & {*scopes}):
+        yield (
+            f"{where} must name attn and mlp, or attn and moe, with model.parallel_blocks, whose "
+            "results are added at once"
+        )
     experts = [scope for scope in scopes if scope.startswith("moe")]
     if experts and "moe" not in kinds:
         yield (

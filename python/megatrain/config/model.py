@@ -48,10 +48,11 @@ class MLAConfig(Section):
 class RopeScalingConfig(Section):
     """``[model.rope_scaling]``: change of the rotary frequencies for longer sequences."""
 
-    type: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
+    type: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = Field(
         default="none",
         description="Rule: divide all frequencies (`linear`); raise the base with the length of "
-        "the sequence (`dynamic`); divide low frequencies only (`llama3`, `yarn`).",
+        "the sequence (`dynamic`); divide low frequencies only (`llama3`, `yarn`); divide each by "
+        "a number of its own (`longrope`).",
     )
     factor: float = Field(
         default=1.0, ge=1.0, description="Longest sequence over that of the original training."
@@ -59,8 +60,8 @@ class RopeScalingConfig(Section):
     original_seq_length: int | None = Field(
         default=None,
         ge=1,
-        description="`dynamic`, `llama3`, `yarn`: tokens per sequence of the original training. "
-        "Default: none, for the other rules.",
+        description="All rules but `linear`: tokens per sequence of the original training. "
+        "Default: none.",
     )
     low_freq_factor: float = Field(
         default=1.0,
@@ -88,8 +89,9 @@ class RopeScalingConfig(Section):
     attention_factor: float | None = Field(
         default=None,
         gt=0.0,
-        description="`yarn`: factor on rotated queries and keys. Default: 0.1 ln(`factor`) + 1, or "
-        "the quotient of `mscale` and `mscale_all_dim` of that form.",
+        description="`yarn`, `longrope`: factor on rotated queries and keys. Default: 0.1 "
+        "ln(`factor`) + 1, or the quotient of `mscale` and `mscale_all_dim` of that form; of "
+        "`longrope` sqrt(1 + ln(`factor`) / ln(`original_seq_length`)).",
     )
     mscale: float = Field(
         default=0.0, ge=0.0, description="`yarn`: replaces 0.1 by 0.1 times this, if both are set."
@@ -100,14 +102,25 @@ class RopeScalingConfig(Section):
     truncate: bool = Field(
         default=True, description="`yarn`: round the borders between frequencies to whole pairs."
     )
+    short_factors: list[float] = Field(
+        default=[],
+        description="`longrope`: divisor of each frequency in sequences of up to "
+        "`original_seq_length` tokens, one per pair of rotated elements.",
+    )
+    long_factors: list[float] = Field(
+        default=[], description="`longrope`: the same for longer sequences."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.type in ("dynamic", "llama3", "yarn") and self.original_seq_length is None:
+        needs_length = self.type not in ("none", "linear")
+        if needs_length and self.original_seq_length is None:
             raise ValueError(
                 f'rope_scaling.type = "{self.type}" needs rope_scaling.original_seq_length; set it '
                 "to the tokens per sequence of the original training"
             )
+        if self.type == "longrope" and self.original_seq_length == 1:
+            raise ValueError("rope_scaling.original_seq_length must be at least 2, got 1")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope_scaling.high_freq_factor must be above low_freq_factor = "
@@ -150,7 +163,7 @@ class ModelConfig(Section):
     ffn_hidden_size: int | None = Field(
         default=None,
         ge=1,
-        description="Inner width of the SwiGLU. "
+        description="Inner width of the MLP. "
         "Default: 8/3 of `hidden_size`, rounded up to a multiple of 64.",
     )
     vocab_size: int | None = Field(
@@ -193,8 +206,28 @@ class ModelConfig(Section):
     )
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     mla: MLAConfig = MLAConfig()
+    window_rope_base: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Base of the rotary embedding, without scaling, in layers with the window. "
+        "Default: none, all layers have the same.",
+    )
+    rotation_pattern: str = Field(
+        default="r",
+        description="Layers whose queries and keys are rotated (`r`) and not (`n`), repeated over "
+        "the layers as in `moe.layer_pattern`.",
+    )
+    learned_positions: int = Field(
+        default=0,
+        ge=0,
+        description="Rows of a table of learned positions, added to the embedding in place of "
+        "rotation; at least `seq_length`. 0: none.",
+    )
     qkv_bias: bool = Field(default=False, description="Biases of queries, keys and values.")
     output_bias: bool = Field(default=False, description="Bias of the attention output.")
+    mlp_bias: bool = Field(
+        default=False, description="Biases of both layers of dense MLPs and shared experts."
+    )
     sliding_window: int | None = Field(
         default=None,
         ge=1,
@@ -210,6 +243,12 @@ class ModelConfig(Section):
         description="A learnt score per head that takes part in the softmax and has no value. "
         "Needs memory for all scores.",
     )
+    attention_scale: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Factor on products of queries and keys. Default: the width of a head to the "
+        "power of -1/2.",
+    )
     attention_softcap: float | None = Field(
         default=None,
         gt=0.0,
@@ -221,31 +260,62 @@ class ModelConfig(Section):
         gt=0.0,
         description="Limit c of logits, by `c tanh(logit / c)`. Default: no limit.",
     )
-    activation: Literal["swiglu", "geglu"] = Field(
+    embedding_factor: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor on embeddings, rounded to their number format; not on a tied output "
+        "layer.",
+    )
+    residual_factor: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor on what a block adds to the residual stream.",
+    )
+    logit_factor: float = Field(
+        default=1.0, gt=0.0, description="Factor on logits, before their limit."
+    )
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
         default="swiglu",
         description="Activation of dense layers and shared experts; `geglu` has the tanh form of "
-        "GELU as its gate.",
+        "GELU as its gate. Without a gate, with two matrices in place of three: `gelu` (tanh form) "
+        "and `relu2`, the square of ReLU.",
     )
     norm: Literal["rmsnorm", "layernorm"] = Field(
         default="rmsnorm",
-        description="Norm before blocks and the output layer; `layernorm` has a bias.",
+        description="Norm before blocks and the output layer.",
+    )
+    norm_bias: bool = Field(default=True, description="Bias of `layernorm`.")
+    norm_plus_one: bool = Field(
+        default=False,
+        description="Scale by one plus the weight in `rmsnorm`, also of queries and keys.",
     )
     norm_eps: float = Field(default=1e-5, gt=0.0, description="Epsilon of norms.")
-    norm_position: Literal["before", "after"] = Field(
+    norm_position: Literal["before", "after", "both"] = Field(
         default="before",
         description="Place of the norm of attention and MLP: on the block's input, or on its "
-        "output, before that is added to the residual stream.",
+        "output, before that is added to the residual stream, or `both`.",
     )
-    qk_norm: Literal["none", "head", "full"] = Field(
+    parallel_blocks: bool = Field(
+        default=False,
+        description="Attention and MLP read the same norm of the layer's input, and both results "
+        "are added.",
+    )
+    qk_norm: Literal["none", "head", "head_after", "full"] = Field(
         default="none",
         description="RMSNorm of queries and keys, before rotation: of each `head`, with one weight "
-        "for all heads, or, with `full`, of all heads together.",
+        "for all heads, or, with `full`, of all heads together; with `head_after`, of each head "
+        "after rotation.",
     )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
     )
 
     _check_factory = field_validator("factory")(check_object_name)
+
+    @field_validator("rotation_pattern")
+    @classmethod
+    def _check_rotation(cls, pattern: str) -> str:
+        return check_pattern(pattern, "rn")
 
     @field_validator("window_pattern")
     @classmethod
@@ -270,6 +340,25 @@ class ModelConfig(Section):
         """
         is_full = letter_of_layer(self.window_pattern, layer) == "f"
         return None if is_full else self.sliding_window
+
+    def rotation_of(self, layer: int) -> Literal["main", "window", "none"]:
+        """Return the rotation of a layer: that of all, that of layers with the window, or none.
+
+        Example:
+            >>> config = ModelConfig(sliding_window=8, window_pattern="wf", window_rope_base=1e4,
+            ...                      rotation_pattern="rrrn")
+            >>> [config.rotation_of(layer) for layer in range(4)]
+            ['window', 'main', 'window', 'none']
+        """
+        if self.learned_positions or letter_of_layer(self.rotation_pattern, layer) == "n":
+            return "none"
+        has_own = self.window_rope_base is not None and self.window_of(layer) is not None
+        return "window" if has_own else "main"
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate, and so three matrices instead of two."""
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def num_rotated(self) -> int:
@@ -322,12 +411,40 @@ class ModelConfig(Section):
                 f"rotary_fraction must rotate an even number of elements of a head, at least 2, "
                 f"got {self.rotary_fraction}, which rotates {self.num_rotated}"
             )
+        if 0 < self.learned_positions < self.seq_length:
+            raise ValueError(
+                f"learned_positions must be at least seq_length = {self.seq_length}, got "
+                f"{self.learned_positions}; 0 rotates instead"
+            )
+        if self.parallel_blocks and self.norm_position != "before":
+            raise ValueError(
+                f'parallel_blocks needs norm_position = "before", got "{self.norm_position}"'
+            )
+        if self.num_mtp_layers and (
+            self.window_rope_base or self.learned_positions or "n" in self.rotation_pattern
+        ):
+            raise ValueError(
+                f"num_mtp_layers = {self.num_mtp_layers} needs the same rotation in all layers; "
+                "leave window_rope_base, learned_positions and rotation_pattern out"
+            )
+        self._check_factors()
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}; "
                 f"nearest: {nearest_divisors(self.num_kv_heads, self.num_heads)}"
             )
         return self
+
+    def _check_factors(self) -> None:
+        """Check that ``longrope`` has a divisor for each frequency."""
+        scaling, pairs = self.rope_scaling, self.num_rotated // 2
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(scaling, name))
+            if scaling.type == "longrope" and count != pairs:
+                raise ValueError(
+                    f"rope_scaling.{name} must have {pairs} numbers, one per pair of rotated "
+                    f"elements of a head, got {count}"
+                )
 
     def _check_mla(self) -> None:
         """Check that no setting of grouped queries is set."""
@@ -338,6 +455,8 @@ class ModelConfig(Section):
             "output_bias",
             "rotary_fraction",
             "attention_sinks",
+            "attention_scale",
+            "learned_positions",
         )
         found = [name for name in names if getattr(self, name) != defaults[name]]
         if self.head_dim not in (None, self.mla.nope_head_dim + self.mla.rope_head_dim):

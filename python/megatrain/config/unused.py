@@ -87,6 +87,21 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: not _has_windows(config),
     ),
     UnusedRule(
+        keys=("model.window_rope_base",),
+        reason="model.sliding_window",
+        holds=lambda config: config.model.sliding_window is None,
+    ),
+    UnusedRule(
+        keys=("model.norm_bias",),
+        reason="model.norm",
+        holds=lambda config: config.model.norm == "rmsnorm",
+    ),
+    UnusedRule(
+        keys=("model.rope_base", "model.rotation_pattern", "model.rope_scaling.*"),
+        reason="model.learned_positions",
+        holds=lambda config: config.model.learned_positions > 0,
+    ),
+    UnusedRule(
         keys=("model.mla.*",),
         but=("model.mla.kv_rank",),
         reason="model.mla.kv_rank",
@@ -111,11 +126,20 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
     UnusedRule(
         keys=(
             *(f"{_OF_SCALING}.beta_fast", f"{_OF_SCALING}.beta_slow", f"{_OF_SCALING}.mscale"),
-            *(f"{_OF_SCALING}.attention_factor", f"{_OF_SCALING}.mscale_all_dim"),
-            f"{_OF_SCALING}.truncate",
+            *(f"{_OF_SCALING}.mscale_all_dim", f"{_OF_SCALING}.truncate"),
         ),
         reason=f"{_OF_SCALING}.type",
         holds=_scaling_is_not("none", "yarn"),
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.attention_factor",),
+        reason=f"{_OF_SCALING}.type",
+        holds=_scaling_is_not("none", "yarn", "longrope"),
+    ),
+    UnusedRule(
+        keys=(f"{_OF_SCALING}.short_factors", f"{_OF_SCALING}.long_factors"),
+        reason=f"{_OF_SCALING}.type",
+        holds=_scaling_is_not("none", "longrope"),
     ),
     UnusedRule(
         keys=(f"{_OF_SCALING}.type",),
@@ -200,7 +224,10 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         ),
     ),
     UnusedRule(
-        keys=("model.activation",),
+        keys=(
+            "model.activation",
+            "model.mlp_bias",
+        ),
         reason="moe.layer_pattern",
         holds=lambda config: (
             _has_only_experts(config)
@@ -374,8 +401,21 @@ def surprise_notes(filled: ResolvedConfig) -> Iterator[str]:
         )
     if optimizer.lr == 0:
         yield "optimizer.lr = 0: no weight changes"
+    slow = reference_parts(filled)
+    if slow:
+        yield f"no fused kernel for {', '.join(slow)}: operations of torch instead"
     if filled.model.num_mtp_layers > 0 and filled.model.mtp_loss_coef == 0:
         yield "model.mtp_loss_coef = 0: the layers of model.num_mtp_layers are not trained"
+
+
+def reference_parts(filled: ResolvedConfig) -> list[str]:
+    """Return the settings of the model whose computation has no fused kernel."""
+    model, is_wide = filled.model, filled.train.dtype == "float32"
+    parts = {
+        "model.norm_plus_one in this train.dtype": model.norm_plus_one and not is_wide,
+        'model.activation = "relu2"': model.activation == "relu2",
+    }
+    return [name for name, holds in parts.items() if holds]
 
 
 def _is_set(config: Config, key: str) -> bool:

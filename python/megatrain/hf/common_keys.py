@@ -17,6 +17,7 @@ def sizes(
     norm_eps: float = 1e-6,
     tied: bool = False,
     init_std: float = 0.02,
+    norm_name: str = "rms_norm_eps",
 ) -> tuple[Key, ...]:
     """Return the entries of all families; the arguments are the defaults of ``transformers``."""
     return (
@@ -38,7 +39,7 @@ def sizes(
             kind=bool,
             default=tied,
         ),
-        Key(theirs=("rms_norm_eps",), ours=("model.norm_eps",), kind=float, default=norm_eps),
+        Key(theirs=(norm_name,), ours=("model.norm_eps",), kind=float, default=norm_eps),
         Key(theirs=("initializer_range",), ours=("model.init_std",), kind=float, default=init_std),
     )
 
@@ -129,3 +130,20 @@ DEEPSEEK_V3 = {
     "model.mtp_loss_coef": 0.0,
 }
 GLM4_KEYS = (Key(theirs=("attention_bias",), ours=("model.qkv_bias",), kind=bool, default=False),)
+
+
+def factor(theirs: str, ours: str, default: float) -> Key:
+    """Return the entry of a factor."""
+    return Key(theirs=(theirs,), ours=(ours,), kind=float, default=default)
+
+
+def limit(theirs: str, ours: str, default: float | None) -> Key:
+    """Return the entry of a limit, which is off if it is empty."""
+    return Key(theirs=(theirs,), ours=(ours,), kind=float, default=default, empty=None)
+
+
+GRANITE_FACTORS = (
+    factor("embedding_multiplier", "model.embedding_factor", 1.0),
+    factor("residual_multiplier", "model.residual_factor", 1.0),
+    factor("attention_multiplier", "model.attention_scale", 1.0),
+)

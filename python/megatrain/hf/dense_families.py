@@ -35,12 +35,14 @@ DENSE_FAMILIES = (
     Family(
         model_type="phi3",
         people="Phi-3, Phi-3.5 mini, Phi-4",
-        special="fused queries, keys and values, fused gate and up",
+        special="fused queries, keys and values, fused gate and up, longrope",
         architecture="Phi3ForCausalLM",
         table=tables.PHI3,
         keys=(*keys.sizes(norm_eps=1e-5), keys.FFN),
         fixed={**keys.FIXED, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
         rules=(Windows(), PaddingRow(default=32000)),
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        rope_original=4096,
         rotary_fraction=1.0,
     ),
     Family(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatrain.hf import common_keys as keys
 from megatrain.hf import tables
 from megatrain.hf.family import Family
-from megatrain.hf.fine_tuning import PaddingRow
+from megatrain.hf.fine_tuning import PaddingRow, RouterLoss
 from megatrain.hf.keys import Key
 from megatrain.hf.layer_rules import (
     FirstDense,
@@ -18,9 +18,23 @@ from megatrain.hf.layer_rules import (
     SharedExperts,
     Windows,
 )
+from megatrain.hf.option_rules import (
+    HybridWidths,
+    LogitDivisor,
+    OnlyAttention,
+    PositionKind,
+    SharedWidth,
+)
 
 # Balancing losses of `transformers` score experts in another way than these routers.
 _NO_ROUTER_LOSS = {"output_router_logits": False}
+
+_AFTER_TOP_K = {"moe.score_function": "softmax_after_top_k"}
+_GRANITE_EXPERTS = (
+    Key(theirs=("intermediate_size",), ours=("moe.ffn_hidden_size", "model.ffn_hidden_size")),
+    Key(theirs=("num_local_experts",), ours=("moe.num_experts",), default=8),
+    replace(keys.TOP_K, default=2),
+)
 
 EXPERT_FAMILIES = (
     Family(
@@ -200,5 +214,116 @@ EXPERT_FAMILIES = (
         ),
         ignored=("router_aux_loss_coef",),
         rope_base=500000.0,
+    ),
+    Family(
+        model_type="granitemoe",
+        people="Granite 3 A400M, A800M",
+        special="as Granite 3 with experts",
+        architecture="GraniteMoeForCausalLM",
+        table=tables.GRANITEMOE,
+        keys=(*keys.sizes(), *_GRANITE_EXPERTS, keys.BIAS, *keys.GRANITE_FACTORS),
+        fixed=keys.FIXED,
+        implied=_AFTER_TOP_K,
+        rules=(LogitDivisor(), RouterLoss(), PaddingRow()),
+    ),
+    Family(
+        model_type="granitemoeshared",
+        people="Granite 4 previews",
+        special="as Granite 3 with experts, one of them shared",
+        architecture="GraniteMoeSharedForCausalLM",
+        table=tables.GRANITEMOE,
+        keys=(*keys.sizes(), *_GRANITE_EXPERTS, keys.BIAS, *keys.GRANITE_FACTORS),
+        fixed=keys.FIXED,
+        implied=_AFTER_TOP_K,
+        rules=(SharedWidth(), LogitDivisor(), RouterLoss(), PaddingRow()),
+    ),
+    Family(
+        model_type="granitemoehybrid",
+        people="Granite 4 without Mamba (micro)",
+        special="as Granite 3, dense or with experts, with or without rotation",
+        architecture="GraniteMoeHybridForCausalLM",
+        table=tables.GRANITEMOEHYBRID,
+        keys=(
+            *keys.sizes(),
+            replace(_GRANITE_EXPERTS[1], least=0),
+            _GRANITE_EXPERTS[2],
+            keys.BIAS,
+            *keys.GRANITE_FACTORS,
+        ),
+        fixed=keys.FIXED,
+        implied=_AFTER_TOP_K,
+        rules=(
+            OnlyAttention(
+                names=("layer_types", "layers_block_type"),
+                kinds=("full_attention", "attention"),
+                default=False,
+            ),
+            HybridWidths(),
+            PositionKind(),
+            LogitDivisor(),
+            RouterLoss(),
+            PaddingRow(),
+        ),
+        ignored=(
+            "mamba_chunk_size",
+            "mamba_conv_bias",
+            "mamba_d_conv",
+            "mamba_d_head",
+            "mamba_d_state",
+            "mamba_expand",
+            "mamba_n_groups",
+            "mamba_n_heads",
+            "mamba_proj_bias",
+            "time_step_limit",
+        ),
+    ),
+    Family(
+        model_type="hunyuan_v1_moe",
+        people="Hunyuan A13B",
+        special="norm of queries and keys after rotation, shared expert of the width of the others",
+        architecture="HunYuanMoEV1ForCausalLM",
+        table=tables.HUNYUAN,
+        keys=(
+            *keys.sizes(norm_eps=1e-5),
+            Key(
+                theirs=("intermediate_size",),
+                ours=(
+                    "moe.ffn_hidden_size",
+                    "moe.shared_ffn_hidden_size",
+                    "model.ffn_hidden_size",
+                ),
+            ),
+            Key(theirs=("num_experts", "num_local_experts"), ours=("moe.num_experts",), default=1),
+            Key(theirs=("moe_topk", "num_experts_per_tok"), ours=("moe.top_k",), default=1),
+            keys.BIAS,
+        ),
+        fixed={**keys.FIXED, **_NO_ROUTER_LOSS, "pretraining_tp": 1},
+        stated=keys.QK_NORM_STATED,
+        implied={"model.qk_norm": "head_after"},
+        rules=(PaddingRow(default=0),),
+        ignored=("eod_token_id",),
+        stretches=True,
+    ),
+    Family(
+        model_type="olmoe",
+        people="OLMoE",
+        special="norm of all heads together, experts",
+        architecture="OlmoeForCausalLM",
+        table=tables.OLMOE,
+        keys=(
+            *keys.sizes(norm_eps=1e-5),
+            Key(
+                theirs=("intermediate_size",),
+                ours=("moe.ffn_hidden_size", "model.ffn_hidden_size"),
+            ),
+            Key(theirs=("num_experts", "num_local_experts"), ours=("moe.num_experts",), default=64),
+            replace(keys.TOP_K, default=8),
+            Key(theirs=("norm_topk_prob",), ours=("moe.normalize",), kind=bool, default=False),
+            keys.BIAS,
+        ),
+        fixed=keys.FIXED,
+        stated={**keys.QK_NORM_STATED, "clip_qkv": None},
+        implied={"model.qk_norm": "full"},
+        rules=(RouterLoss(default=0.01), PaddingRow(default=1)),
     ),
 )

@@ -25,6 +25,7 @@ from megatrain.hf.layer_rules import (
     SparseStep,
     Windows,
 )
+from megatrain.hf.option_families import OPTION_FAMILIES
 
 _FIRST = (
     Family(
@@ -239,5 +240,6 @@ FAMILIES: Mapping[str, Family] = {
         replace(_BY_NAME["deepseek_v3"], model_type="kimi_k2", people="Kimi K2"),
         *EXPERT_FAMILIES,
         *DENSE_FAMILIES,
+        *OPTION_FAMILIES,
     )
 }

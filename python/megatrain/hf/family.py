@@ -30,6 +30,13 @@ class Family:
             and the parameter.
         rope_base: Base of the rotary embedding if no entry states it.
         rope: The rotation if no entry describes it.
+        rope_names: Older names of rotations.
+        rope_original: Tokens per sequence of the original training if no entry states them.
+        stretches: Whether ``alpha`` of a dynamic rotation raises the base, as in Hunyuan.
+        rotates: Whether there is a rotation at all.
+        window_rope_base: Base of the plain rotation of layers with the window if no entry states
+            it; ``None`` if all layers have the same.
+        window_rope_name: Older entry of that base.
         rotary_fraction: Rotated share of a head if no entry states it; ``None`` if always whole.
     """
 
@@ -47,4 +54,10 @@ class Family:
     copies: Mapping[str, str] = field(default_factory=dict)
     rope_base: float = 10000.0
     rope: Mapping[str, Any] = field(default_factory=dict)
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    rope_original: int | None = None
+    stretches: bool = False
+    rotates: bool = True
+    window_rope_base: float | None = None
+    window_rope_name: str = ""
     rotary_fraction: float | None = None

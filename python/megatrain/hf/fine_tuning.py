@@ -35,7 +35,8 @@ class RouterLoss:
         """Return the coefficient, 0 if the loss is off, and the pool of `transformers`."""
         coef = config.get(_COEF)
         coef = self.default if coef is None else checked(_COEF, coef, float)
-        if not checked(_SWITCH, config.get(_SWITCH) or False, bool) or coef == 0:
+        is_on = checked(_SWITCH, config.get(_SWITCH) or False, bool)
+        if not is_on or coef == 0 or values.get("moe.num_experts") == 0:
             return {"moe.aux_loss_coef": 0.0}
         share = values["moe.top_k"] / max(1, _num_moe_layers(values))
         return {"moe.aux_loss_coef": coef * share, "moe.aux_loss_type": "batch"}

@@ -32,7 +32,8 @@ from megatrain.hf_quantized import QuantizedFiles, open_tensors
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.shape import GPTShape
 
-EMBEDDING = "model.embed_tokens.weight"
+# Tensors of older folders that follow from the configuration: frequencies and masks.
+_DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 HEAD = "lm_head.weight"
 # Parameters whose last rows may be padding.
 _PADDED = ("embedding", "head")
@@ -97,16 +98,13 @@ class HFWeights:
         self._rows = {name: self._row(name, family, moe) for name in self._infos}
         used = {name for _, names in self._rows.values() for name in names}
         if model.tie_embeddings and HEAD in tensors:
-            _check_equal(tensors, HEAD, EMBEDDING, _TIED_ADVICE)
+            _check_equal(tensors, HEAD, self._rows["embedding"][1][0], _TIED_ADVICE)
             used.add(HEAD)
         for copy, name in copies_of(family, model):
             if copy in tensors:
                 _check_equal(tensors, copy, self._rows[name][1][0], _COPY_ADVICE)
                 used.add(copy)
-        # Older folders contain rotation frequencies, which follow from the configuration.
-        left = sorted(
-            name for name in set(tensors.keys()) - used if not name.endswith("rotary_emb.inv_freq")
-        )
+        left = sorted(name for name in set(tensors.keys()) - used if not name.endswith(_DERIVED))
         if left:
             for name in sorted(used):
                 _dtype_of(tensors, name)  # the others may be scales of an unsupported format

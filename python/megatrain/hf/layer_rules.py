@@ -281,6 +281,8 @@ class Windows:
         default: Window if the entry is missing.
         by_layer: Whether layers differ: by ``layer_types``, or by ``max_window_layers``.
         pattern: Kinds of layers if ``layer_types`` is missing, in place of ``max_window_layers``.
+        period: Layers of which the last has full attention, if neither ``layer_types`` nor
+            ``sliding_window_pattern`` is there; 0: the latter is not read.
         switch: Whether ``use_sliding_window`` must be true for a window.
         first: ``max_window_layers`` if the entry is missing.
         alternate: Whether every second of the first ``max_window_layers`` has the window, in place
@@ -290,6 +292,7 @@ class Windows:
     default: int | None = None
     by_layer: bool = False
     pattern: str | None = None
+    period: int = 0
     switch: bool = False
     alternate: bool = False
     first: int = 28
@@ -298,6 +301,7 @@ class Windows:
         "use_sliding_window",
         "layer_types",
         "max_window_layers",
+        "sliding_window_pattern",
     )
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
@@ -330,13 +334,17 @@ class Windows:
             config["use_sliding_window"] = "w" in layers
         if self.by_layer:
             config["layer_types"] = [_FULL if kind == "f" else _SLIDING for kind in layers]
-        if self.by_layer and self.pattern is None:
+        if self.by_layer and self.pattern is None and not self.period:
             config["max_window_layers"] = len(layers) - len(layers.lstrip("f"))
         return config
 
     def _kinds(self, config: Mapping[str, Any], num_layers: int) -> str:
         """Return a letter for each layer, as in ``model.window_pattern``."""
         kinds = config.get("layer_types") if self.by_layer else None
+        if kinds is None and self.period:
+            found = config.get("sliding_window_pattern", self.period)
+            period: int = checked("sliding_window_pattern", found, int)
+            return (("w" * (period - 1) + "f") * num_layers)[:num_layers]
         if kinds is None and self.pattern is not None:
             return (self.pattern * num_layers)[:num_layers]
         if kinds is None and self.by_layer:

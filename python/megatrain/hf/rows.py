@@ -229,6 +229,14 @@ PAIRED_QKV = Transform(join=_join_paired_qkv, split=_split_paired_qkv, dims={0: 
 FUSED_QKV = Transform(
     join=_join_fused_qkv, split=lambda whole, shape: [torch.cat(list(_split_qkv(whole, shape)))]
 )
+# Matrices with inputs first, as those of GPT-2.
+INPUTS_FIRST = Transform(
+    join=lambda tensors, _: tensors[0].t(), split=lambda whole, _: [whole.t()], dims={0: 1, 1: 0}
+)
+FUSED_QKV_INPUTS_FIRST = Transform(
+    join=lambda tensors, shape: _join_fused_qkv([tensors[0].t()], shape),
+    split=lambda whole, shape: [torch.cat(list(_split_qkv(whole, shape))).t()],
+)
 # Tensors of equal shape along a new first dimension: gate and up, or experts.
 STACKED = Transform(
     join=lambda tensors, _: torch.stack(list(tensors)),

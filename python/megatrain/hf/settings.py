@@ -101,22 +101,18 @@ def _read(
     for key in family.keys:
         take(key.theirs, partial(key.settings, config))
     has_keys = all(key.ours[0] in values for key in family.keys)
-    rope = partial(
-        rope_from_hf,
-        config,
-        base=family.rope_base,
-        fraction=family.rotary_fraction,
-        default=family.rope,
-    )
-    take(sorted(ROPE_NAMES), rope)
+    take(sorted(ROPE_NAMES), partial(rope_from_hf, config, family))
     for rule in family.rules if has_keys else ():  # they depend on the keys
         take(rule.names, partial(rule.read, config, values))
     if refused:
         raise MegacoreError("; ".join(refused))
     heads = values["model.num_heads"]
-    values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
-    if "model.head_dim" in values:
-        values["model.head_dim"] = values["model.head_dim"] or values["model.hidden_size"] // heads
+    values["model.num_kv_heads"] = values.get("model.num_kv_heads") or heads
+    if values.get("model.sliding_window") is None:
+        values.pop("model.window_rope_base", None)  # no layer has it
+    if "model.mla.kv_rank" not in values:
+        width = values["model.hidden_size"] // heads
+        values["model.head_dim"] = values.get("model.head_dim") or width
     longest = values["model.seq_length"]
     values["model.seq_length"] = seq_length or min(longest, longest_unchunked(config) or longest)
     try:
@@ -277,7 +273,7 @@ def _entries(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, An
         config |= key.write(values)
     for rule in family.rules:
         config |= rule.write(values)
-    return config | rope_to_hf(values, fraction=family.rotary_fraction)
+    return config | rope_to_hf(values, family)
 
 
 def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
@@ -286,10 +282,12 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     moe_layers = moe.moe_layers(num_layers)
     skipped = set(_TRAINING_ONLY)
     values = _values(model, moe) | {"layers with experts (moe.layer_pattern)": moe_layers}
-    values["windows of layers (model.window_pattern)"] = [
-        model.window_of(layer) for layer in range(model.num_layers)
-    ]
-    skipped |= {"model.sliding_window", "model.window_pattern"}
+    layers = range(model.num_layers)
+    values["windows of layers (model.window_pattern)"] = [*map(model.window_of, layers)]
+    values["rotations of layers (model.rotation_pattern)"] = [*map(model.rotation_of, layers)]
+    skipped |= {"model.sliding_window", "model.window_pattern", "model.rotation_pattern"}
+    if model.learned_positions:
+        skipped.add("model.rope_base")
     if not moe_layers:
         skipped |= {name for name in values if name.startswith("moe.")}
     if len(moe_layers) == num_layers:

@@ -12,9 +12,11 @@ from megatrain.hf.rows import (
     ALTERNATING,
     ALTERNATING_BIAS,
     FUSED_QKV,
+    FUSED_QKV_INPUTS_FIRST,
     GATED_EXPERTS,
     GROUPED,
     HEADS,
+    INPUTS_FIRST,
     JOINED,
     JOINED_EXPERTS,
     ONE_ROW,
@@ -200,3 +202,120 @@ ERNIE4_5_MOE = {
     **_PAIRED,
     "moe.expert_bias": row(f"{LAYER}.mlp.moe_statics.e_score_correction_bias", transform=ONE_ROW),
 }
+
+# ---- families with further options ---------------------------------------------------------------
+
+
+def _norms(attention: str, attention_output: str, mlp: str, mlp_output: str) -> Table:
+    """Return the rows of norms before and after both blocks."""
+    names = {"attention.norm": attention, "attention.output_norm": attention_output}
+    names |= {"mlp.norm": mlp, "mlp.output_norm": mlp_output}
+    return {ours: row(f"{LAYER}.{theirs}.weight") for ours, theirs in names.items()}
+
+
+GEMMA = LLAMA
+GEMMA2 = {
+    **QWEN3,
+    **_norms(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+EXAONE4 = {
+    **QWEN3,
+    "attention.norm": OLMO2["attention.norm"],
+    "mlp.norm": OLMO2["mlp.norm"],
+}
+_GLM = {**ERNIE4_5, "mlp.gate_up": PHI3["mlp.gate_up"]}
+GLM = _GLM
+GLM4 = {
+    **_GLM,
+    **_norms(
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+}
+_JOINED_SHARED = {
+    "gate_up": row(f"{LAYER}.shared_mlp.input_linear.weight", transform=JOINED),
+    "down": row(f"{LAYER}.shared_mlp.output_linear.weight"),
+}
+GRANITEMOE = {
+    **LLAMA,
+    "moe.norm": MIXTRAL["moe.norm"],
+    "moe.router": row(f"{LAYER}.block_sparse_moe.router.layer.weight"),
+    "moe.experts.fc1": row(
+        f"{LAYER}.block_sparse_moe.input_linear.weight", transform=JOINED_EXPERTS
+    ),
+    "moe.experts.fc2": row(f"{LAYER}.block_sparse_moe.output_linear.weight"),
+    **{f"moe.shared.{name}": each for name, each in _JOINED_SHARED.items()},
+}
+GRANITEMOEHYBRID = {
+    **GRANITEMOE,
+    **{f"mlp.{name}": each for name, each in _JOINED_SHARED.items()},
+}
+HUNYUAN = {
+    **QWEN3_MOE,
+    "attention.q_norm": row(f"{LAYER}.self_attn.query_layernorm.weight"),
+    "attention.k_norm": row(f"{LAYER}.self_attn.key_layernorm.weight"),
+    **mlp("moe.shared", f"{LAYER}.mlp.shared_mlp"),
+    "moe.router": row(f"{LAYER}.mlp.gate.wg.weight"),
+}
+OLMOE = {
+    **QWEN3_MOE,
+    **{name: OLMO2[name] for name in ("attention.q_norm", "attention.k_norm")},
+}
+ARCEE = {**LLAMA, "mlp.up": row(f"{LAYER}.mlp.up_proj.weight")}
+COHERE = ERNIE4_5
+STARCODER2 = {
+    **LLAMA,
+    "final_norm_bias": row("model.norm.bias"),
+    "attention.norm_bias": row(f"{LAYER}.input_layernorm.bias"),
+    "mlp.norm_bias": row(f"{LAYER}.post_attention_layernorm.bias"),
+    "mlp.up": row(f"{LAYER}.mlp.c_fc.weight"),
+    "mlp.up_bias": row(f"{LAYER}.mlp.c_fc.bias"),
+    "mlp.down": row(f"{LAYER}.mlp.c_proj.weight"),
+    "mlp.down_bias": row(f"{LAYER}.mlp.c_proj.bias"),
+}
+
+
+def _without_prefix(table: Table) -> Table:
+    """Accept the names of `transformers`' base model, without ``transformer.``, too."""
+    return {
+        name: replace(
+            each,
+            aliases=(
+                replace(
+                    each, theirs=tuple(name.removeprefix("transformer.") for name in each.theirs)
+                ),
+            ),
+        )
+        for name, each in table.items()
+    }
+
+
+_H = "transformer.h.{layer}"
+GPT2 = _without_prefix(
+    {
+        "embedding": row("transformer.wte.weight", transform=VOCABULARY),
+        "positions": row("transformer.wpe.weight"),
+        "final_norm": row("transformer.ln_f.weight"),
+        "final_norm_bias": row("transformer.ln_f.bias"),
+        "head": row("lm_head.weight", transform=VOCABULARY),
+        "attention.norm": row(f"{_H}.ln_1.weight"),
+        "attention.norm_bias": row(f"{_H}.ln_1.bias"),
+        "attention.qkv": row(f"{_H}.attn.c_attn.weight", transform=FUSED_QKV_INPUTS_FIRST),
+        "attention.qkv_bias": row(f"{_H}.attn.c_attn.bias", transform=FUSED_QKV),
+        "attention.output": row(f"{_H}.attn.c_proj.weight", transform=INPUTS_FIRST),
+        "attention.output_bias": row(f"{_H}.attn.c_proj.bias"),
+        "mlp.norm": row(f"{_H}.ln_2.weight"),
+        "mlp.norm_bias": row(f"{_H}.ln_2.bias"),
+        "mlp.up": row(f"{_H}.mlp.c_fc.weight", transform=INPUTS_FIRST),
+        "mlp.up_bias": row(f"{_H}.mlp.c_fc.bias"),
+        "mlp.down": row(f"{_H}.mlp.c_proj.weight", transform=INPUTS_FIRST),
+        "mlp.down_bias": row(f"{_H}.mlp.c_proj.bias"),
+    }
+)

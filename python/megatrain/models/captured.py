@@ -222,9 +222,14 @@ def captured_parts(
         keys: Keys of the step's random numbers.
         recomputed: Modules to recompute in the backward pass.
     """
-    rotary = chunk.rotary(seq_length)
     parts = [
-        GraphedScope(layer, scopes, rotary=rotary, keys=keys, recomputed=recomputed)
+        GraphedScope(
+            layer,
+            scopes,
+            rotary=chunk.rotary(seq_length, layer=layer.index),
+            keys=keys,
+            recomputed=recomputed,
+        )
         for layer in transformer_layers(chunk)
     ]
     return [part for part in parts if part.scopes]

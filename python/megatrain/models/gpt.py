@@ -129,7 +129,16 @@ class GPTChunk(Stage):
             self.predictions = MultiTokenPrediction(mtp_layers, context, embedding=tied_weight)
         self.head = Head(context, tied_weight=tied_weight, loss=loss) if has_head else None
         self._mtp_coef = config.mtp_loss_coef / max(1, config.num_mtp_layers)
-        self.tables = RotaryTables(config, config.num_rotated, device=context.params.device)
+        device, num_rotated = context.params.device, config.num_rotated
+        self._rotation_of = config.rotation_of
+        self.tables = RotaryTables(config, num_rotated, device=device)
+        kinds = {config.rotation_of(index) for index in layers} - {"main"}
+        self.further_tables = nn.ModuleDict(
+            {
+                kind: RotaryTables(config, num_rotated, device=device, kind=kind)
+                for kind in sorted(kinds)
+            }
+        )
 
     def forward(
         self, hidden_SBH: Tensor | None, batch: Microbatch, *, keep_activations: bool = False
@@ -280,44 +289,72 @@ class GPTChunk(Stage):
         if self.embedding is not None:
             if hidden_SBH is not None:
                 raise ValueError("the chunk with the embedding takes tokens only, no activations")
-            x_SBH: Tensor = self.embedding(batch)
+            x_SBH: Tensor = self.embedding(batch, start=start)
         elif hidden_SBH is not None:
             x_SBH = hidden_SBH
         else:
             raise ValueError("a chunk without the embedding takes the output of the chunk before")
-        cos, sin = self.rotary(start + sequence, batch.documents)
-        rotary = (cos[start:], sin[start:]) if start else (cos, sin)
+        rotary = {}
+        for kind in ("main", *self.further_tables):
+            cos, sin = self._tables_of(kind, start + sequence, batch.documents)
+            rotary[kind] = (cos[start:], sin[start:]) if start else (cos, sin)
         for layer in self.layers:
-            x_SBH = layer(x_SBH, rotary, batch, keep_activations=keep_activations)
+            assert isinstance(layer, TransformerLayer)
+            turns = rotary[self._rotation_of(layer.index)]
+            x_SBH = layer(x_SBH, turns, batch, keep_activations=keep_activations)
         if self.final_norm is not None:
             x_SBH = self.final_norm(x_SBH)
         if self.predictions is not None and not only_next:
-            x_SBH = self.predictions(x_SBH, rotary, batch, keep_activations=keep_activations)
+            x_SBH = self.predictions(
+                x_SBH, rotary["main"], batch, keep_activations=keep_activations
+            )
         return x_SBH
 
-    def rotary(self, sequence: int, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables at the positions of this rank's tokens of a sequence."""
+    def rotary(self, sequence: int, *, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Return a layer's rotary tables at the positions of this rank's tokens of a sequence."""
+        return self._tables_of(self._rotation_of(layer), sequence, None)
+
+    def _tables_of(
+        self, kind: str, sequence: int, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        tables = self.tables if kind == "main" else self.further_tables[kind]
+        assert isinstance(tables, RotaryTables)
         if documents is not None:
-            cos, sin = self.tables(sequence)
+            cos, sin = tables(sequence)
             positions = self.region.share(documents.positions).t()
             return cos[positions], sin[positions]
-        return self.tables.share(sequence, self.region)
+        return tables.share(sequence, self.region)
 
 
 class Embedding(nn.Module):
-    """Token embedding and its dropout."""
+    """Token embedding, with learned positions if the model has them, and its dropout."""
 
     def __init__(self, context: ModelContext, *, is_shared: bool = False) -> None:
         super().__init__()
         weight = _vocab_matrix(context.infos.embedding(is_shared=is_shared), context)
         self.words = VocabEmbedding(weight, context=context)
+        self.positions = None
+        if context.config.learned_positions:
+            info = context.infos.positions()
+            self.positions = context.params.normal(info, std=context.config.init_std)
         self.dropout = ResidualDropout(layer=0, site=Site.EMBEDDING, context=context)
 
-    def forward(self, batch: Microbatch) -> Tensor:
-        """Embed tokens: ``(B, S)`` to ``(S[/tp], B, H)``."""
+    def forward(self, batch: Microbatch, *, start: int = 0) -> Tensor:
+        """Embed tokens: ``(B, S)`` to ``(S[/tp], B, H)``; the first has position ``start``."""
         tokens_BS = self.dropout.region.share(batch.tokens)
-        output: Tensor = self.dropout(self.words(tokens_BS), batch)
+        x_SBH = self.words(tokens_BS)
+        if self.positions is not None:
+            x_SBH = x_SBH + self.positions[self._places(x_SBH, batch, start)]
+        output: Tensor = self.dropout(x_SBH, batch)
         return output
+
+    def _places(self, x_SBH: Tensor, batch: Microbatch, start: int) -> Tensor:
+        """Return the positions of this rank's tokens, ``(S[/tp], 1)`` or ``(S[/tp], B)``."""
+        region, num_tokens = self.dropout.region, x_SBH.shape[0]
+        places_S = region.positions(num_tokens, device=x_SBH.device)
+        if batch.documents is None:
+            return start + places_S[:, None]
+        return batch.documents.positions.t()[places_S]
 
 
 class Head(nn.Module):
@@ -343,7 +380,7 @@ class Head(nn.Module):
         else:
             self.weight = _embedding_copy(context)
         self.vocab = context.shape.vocab
-        self.softcap = context.config.logit_softcap
+        self.softcap, self.factor = context.config.logit_softcap, context.config.logit_factor
         rows = self.weight.shape[0]
         self.num_columns = min(max(self.vocab - self.context.first_column, 0), rows)
 
@@ -358,7 +395,7 @@ class Head(nn.Module):
             return self.loss(self.columns(x_SBH), batch, self.context)
         use_params(self)
         return head_cross_entropy(
-            self.region.enter(x_SBH),
+            self.region.enter(self._scaled(x_SBH)),
             self.weight,
             self.context.labels(batch),
             num_columns=self.num_columns,
@@ -374,11 +411,11 @@ class Head(nn.Module):
         # Even a full slice would cost a copy of the gradient.
         padded = self.num_columns < self.weight.shape[0]
         weight_VH = self.weight[: self.num_columns] if padded else self.weight
-        return softcap(linear(self.region.enter(x_SBH), weight_VH), self.softcap)
+        return softcap(linear(self.region.enter(self._scaled(x_SBH)), weight_VH), self.softcap)
 
     def logits(self, x_SBH: Tensor, *, last_only: bool) -> Tensor:
         """Compute float32 scores ``(B, S, vocab)`` of normalized ``(S[/tp], B, H)``."""
-        x_SBH = self.region.enter(x_SBH)
+        x_SBH = self.region.enter(self._scaled(x_SBH))
         x_SBH = x_SBH[-1:] if last_only else x_SBH
         if self.region.group.size == 1:
             local_SBV = linear(x_SBH, self.weight[: self.vocab])
@@ -390,6 +427,10 @@ class Head(nn.Module):
         full_VSB = local_VSB.new_empty(group.size * local_VSB.shape[0], *local_VSB.shape[1:])
         all_gather(full_VSB, local_VSB.contiguous(), group)
         return softcap(full_VSB[: self.vocab].permute(2, 1, 0).float(), self.softcap)
+
+    def _scaled(self, x_SBH: Tensor) -> Tensor:
+        """Apply the factor on logits, to fewer values than these."""
+        return x_SBH if self.factor == 1.0 else x_SBH * self.factor
 
 
 def _embedding_copy(context: ModelContext) -> nn.Parameter:

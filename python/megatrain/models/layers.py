@@ -24,6 +24,7 @@ from megacore.ops.linear import linear
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
@@ -103,9 +104,9 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
-        self.eps = context.config.norm_eps
+        self.eps, self.plus_one = context.config.norm_eps, context.config.norm_plus_one
         (info,) = context.infos.norm(name).values()
-        self.weight = context.params.ones(info)
+        self.weight = _norm_weight(info, context)
 
     @overload
     def forward(self, x_SBH: Tensor) -> Tensor: ...
@@ -118,20 +119,35 @@ class RMSNorm(nn.Module):
 
         With a second tensor, add it first and return the sum and the normalized sum.
         """
+        weight = one_more(self.weight) if self.plus_one else self.weight
         if added_SBH is None:
-            return rms_norm(x_SBH, self.weight, self.eps)
-        return add_rms_norm(x_SBH, added_SBH, self.weight, self.eps)
+            return rms_norm(x_SBH, weight, self.eps)
+        return add_rms_norm(x_SBH, added_SBH, weight, self.eps)
+
+
+def one_more(weight: Tensor) -> Tensor:
+    """Return one plus a weight, in float32 at least, as its small values need.
+
+    In bfloat16, the norms take it with torch operations.
+    """
+    return 1 + weight.to(wide_dtype(weight))
+
+
+def _norm_weight(info: ParamInfo, context: ModelContext) -> nn.Parameter:
+    """Make a weight of an RMSNorm that scales by one."""
+    make = context.params.zeros if context.config.norm_plus_one else context.params.ones
+    return make(info)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dimension; weight and bias are replicated over tp."""
+    """LayerNorm over the last dimension; weight and bias, if any, are replicated over tp."""
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
         self.eps = context.config.norm_eps
-        weight, bias = context.infos.norm(name, bias=True).values()
+        weight, *bias = context.infos.norm(name, bias=context.config.norm_bias).values()
         self.weight = context.params.ones(weight)
-        self.bias = context.params.zeros(bias)
+        self.bias = context.params.zeros(bias[0]) if bias else None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Normalize ``(..., H)``; the shape is unchanged."""
@@ -155,17 +171,28 @@ class HeadNorms(nn.Module):
 
     def __init__(self, name: str, context: ModelContext) -> None:
         super().__init__()
-        self.eps = context.config.norm_eps
-        self.q_weight, self.k_weight = map(
-            context.params.ones, context.infos.qk_norm(name).values()
+        config = context.config
+        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
+        self.after = config.qk_norm == "head_after"
+        self.q_weight, self.k_weight = (
+            _norm_weight(info, context) for info in context.infos.qk_norm(name).values()
         )
 
     def forward(
         self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalize queries and keys, then rotate them; see `make_qk_norm`."""
-        weights, head_dim = (self.q_weight, self.k_weight), len(self.q_weight)
-        return norm_and_rotate(qkv_SBGX, *weights, *rotary, head_dim=head_dim, eps=self.eps)
+        """Normalize queries and keys, then rotate them, or first rotate; see `make_qk_norm`."""
+        q_weight: Tensor = self.q_weight
+        k_weight: Tensor = self.k_weight
+        if self.plus_one:
+            q_weight, k_weight = one_more(q_weight), one_more(k_weight)
+        head_dim = len(q_weight)
+        if not self.after:
+            return norm_and_rotate(
+                qkv_SBGX, q_weight, k_weight, *rotary, head_dim=head_dim, eps=self.eps
+            )
+        q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=head_dim)
+        return rms_norm(q_SBND, q_weight, self.eps), rms_norm(k_SBGD, k_weight, self.eps), v_SBGD
 
 
 class WidthNorms(nn.Module):
@@ -180,8 +207,9 @@ class WidthNorms(nn.Module):
         self.eps, self.group = context.config.norm_eps, context.region.group
         self.head_dim = shape.head_dim
         self.widths = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
-        self.q_weight, self.k_weight = map(
-            context.params.ones, context.infos.qk_norm(name).values()
+        self.plus_one = context.config.norm_plus_one
+        self.q_weight, self.k_weight = (
+            _norm_weight(info, context) for info in context.infos.qk_norm(name).values()
         )
 
     def forward(
@@ -193,13 +221,14 @@ class WidthNorms(nn.Module):
         squares = torch.stack([part.square().sum((-3, -2, -1)) for part in parts])
         # Ranks use the sum for different heads, so its gradients are summed too.
         squares = copy_to_group(reduce_from_group(squares, self.group), self.group)
+        weights: list[Tensor] = [self.q_weight, self.k_weight]
+        if self.plus_one:
+            weights = [one_more(weight) for weight in weights]
         normed = [
             (part * (total / width + self.eps).rsqrt()[..., None, None, None])
             .mul(weight.view(part.shape[-3:]))
             .to(heads.dtype)
-            for part, total, width, weight in zip(
-                parts, squares, self.widths, (self.q_weight, self.k_weight), strict=True
-            )
+            for part, total, width, weight in zip(parts, squares, self.widths, weights, strict=True)
         ]
         qkv_SBGX = torch.cat((*normed, heads[..., -1:, :]), dim=-2).flatten(-2)
         return split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
@@ -290,6 +319,9 @@ class VocabEmbedding(nn.Module):
         self.weight = weight
         num_rows = weight.shape[0]
         self.first_row = self.region.group.position * num_rows
+        # Rounded, as a tensor of that format would be.
+        factor = torch.tensor(context.config.embedding_factor, dtype=weight.dtype)
+        self.factor: float = factor.item()
         padding = context.config.padding_idx
         row = -1 if padding is None else padding - self.first_row
         # Row of this rank without gradient.
@@ -299,12 +331,15 @@ class VocabEmbedding(nn.Module):
         """Embed ``(B, S)`` int64 to ``(S[/tp], B, H)``."""
         tokens_SB = tokens_BS.t()
         if self.region.group.size == 1:
-            return embedding(tokens_SB, self.weight, self.padding_row)
+            return self._scaled(embedding(tokens_SB, self.weight, self.padding_row))
         num_rows = self.weight.shape[0]
         rows_SB = tokens_SB - self.first_row
         elsewhere_SB = (rows_SB < 0) | (rows_SB >= num_rows)
         part_SBH = embedding(rows_SB.masked_fill(elsewhere_SB, 0), self.weight, self.padding_row)
-        return self.region.leave(part_SBH.masked_fill(elsewhere_SB[..., None], 0.0))
+        return self._scaled(self.region.leave(part_SBH.masked_fill(elsewhere_SB[..., None], 0.0)))
+
+    def _scaled(self, x_SBH: Tensor) -> Tensor:
+        return x_SBH if self.factor == 1.0 else x_SBH * self.factor
 
 
 class ResidualDropout(nn.Module):

@@ -76,7 +76,14 @@ class GPTInfos:
 
     def model_norm(self, name: str) -> Infos:
         """Describe the norm of ``model.norm``."""
-        return self.norm(name, bias=self.config.norm == "layernorm")
+        return self.norm(name, bias=self.config.norm == "layernorm" and self.config.norm_bias)
+
+    def block_norms(self, name: str) -> Infos:
+        """Describe the norms of a block."""
+        infos = self.model_norm(f"{name}.norm")
+        if self.config.norm_position == "both":
+            infos |= self.model_norm(f"{name}.output_norm")
+        return infos
 
     # ---- attention ----
 
@@ -125,7 +132,7 @@ class GPTInfos:
                 sequence_parallel=True,
                 weight_decay=False,
             )
-            for part in (names if kind == "head" else ())
+            for part in (names if kind.startswith("head") else ())
         )
 
     def mla(self, name: str) -> Infos:
@@ -159,9 +166,13 @@ class GPTInfos:
     # ---- MLP and experts ----
 
     def mlp(self, name: str, width: int) -> Infos:
-        """Describe a gated MLP."""
-        gate_up = self.column(f"{name}.gate_up", (2, width, self.shape.hidden), tp_dim=1)
-        return gate_up | self.row(f"{name}.down", width)
+        """Describe an MLP."""
+        hidden, bias = self.shape.hidden, self.config.mlp_bias
+        if self.config.gated:
+            wide = self.column(f"{name}.gate_up", (2, width, hidden), tp_dim=1, bias=bias)
+        else:
+            wide = self.column(f"{name}.up", (width, hidden), tp_dim=0, bias=bias)
+        return wide | self.row(f"{name}.down", width, bias=bias)
 
     def shared_expert(self, name: str) -> Infos:
         """Describe the shared expert of a MoE block and its gate, if there are any."""
@@ -207,11 +218,12 @@ class GPTInfos:
     def layer(self, index: int) -> Infos:
         """Describe the transformer layer with this global index."""
         name = f"layers.{index}"
-        infos = self.model_norm(f"{name}.attention.norm") | self.attention(f"{name}.attention")
+        infos = self.block_norms(f"{name}.attention") | self.attention(f"{name}.attention")
+        block = f"{name}.moe" if self.moe.is_moe_layer(index) else f"{name}.mlp"
+        if not self.config.parallel_blocks:
+            infos |= self.block_norms(block)
         if not self.moe.is_moe_layer(index):
-            mlp = self.mlp(f"{name}.mlp", self.shape.ffn)
-            return infos | self.model_norm(f"{name}.mlp.norm") | mlp
-        infos |= self.model_norm(f"{name}.moe.norm")
+            return infos | self.mlp(block, self.shape.ffn)
         return infos | self.shared_expert(f"{name}.moe") | self.moe_block(f"{name}.moe")
 
     def prediction_layer(self, index: int) -> Infos:
@@ -237,6 +249,10 @@ class GPTInfos:
     def embedding(self, *, is_shared: bool) -> ParamInfo:
         """Describe the embedding; ``is_shared`` if other stages have copies of it."""
         return self.vocab_matrix("embedding", shared="embedding" if is_shared else None)
+
+    def positions(self) -> ParamInfo:
+        """Describe the table of learned positions."""
+        return self._replicated("positions", (self.config.learned_positions, self.shape.hidden))
 
     def embedding_copy(self) -> ParamInfo:
         """Describe the copy of the embedding on another stage."""
@@ -268,6 +284,7 @@ class GPTInfos:
         if has_embedding:
             is_shared = predicts_elsewhere or (is_tied and not has_head)
             infos |= _by_name([self.embedding(is_shared=is_shared)])
+            infos |= _by_name([self.positions()] if self.config.learned_positions else [])
         for index in layers:
             infos |= self.layer(index)
         if mtp_layers or (has_head and not predicts_elsewhere):

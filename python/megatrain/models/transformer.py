@@ -8,12 +8,12 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from megacore.ops.activations import geglu, swiglu
+from megacore.ops.activations import geglu, gelu, squared_relu, swiglu
 from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.parallel.batch import Microbatch
 from megatrain.models.attention.gqa import Attention
@@ -45,15 +45,19 @@ class LayerGraphs(Protocol):
 
 
 class MLP(nn.Module):
-    """MLP ``down(activation(gate(x)) * up(x))``; gate and up are one column-parallel layer."""
+    """MLP ``down(activation(gate(x)) * up(x))``; gate and up are one column-parallel layer.
+
+    Without a gate, the layer is ``up`` alone: ``down(activation(up(x)))``.
+    """
 
     def __init__(self, name: str, context: ModelContext, *, width: int) -> None:
         super().__init__()
         infos = context.infos.mlp(name, width)
-        self.gate_up = ColumnLinear.of(infos, f"{name}.gate_up", context=context)
+        wide = f"{name}.gate_up" if context.config.gated else f"{name}.up"
+        self.gate_up = ColumnLinear.of(infos, wide, context=context)
         self.down = RowLinear.of(infos, f"{name}.down", context=context)
         self.activation = context.config.activation
-        self.activate = geglu if self.activation == "geglu" else swiglu
+        self.activate = _ACTIVATIONS[self.activation]
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP: ``(S[/tp], B, H)`` to the same shape."""
@@ -68,6 +72,18 @@ class MLP(nn.Module):
         """Apply the activation and ``down`` to the output of ``gate_up``."""
         output: Tensor = self.down(self.activate(x_SBF))
         return output
+
+
+def _gelu(x_SBF: Tensor) -> Tensor:
+    return gelu(x_SBF.flatten(0, -2)).view(x_SBF.shape)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "gelu": _gelu,
+    "relu2": squared_relu,
+}
 
 
 class TransformerLayer(nn.Module):
@@ -86,8 +102,13 @@ class TransformerLayer(nn.Module):
         self.attention = kind(f"{name}.attention", index, context)
         self.attention_dropout = ResidualDropout(layer=index, site=Site.ATTENTION, context=context)
         is_moe = context.moe.is_moe_layer(index)
-        self.mlp_norm, self.mlp_output_norm = _norms(
-            f"{name}.{'moe' if is_moe else 'mlp'}", context
+        self.parallel = context.config.parallel_blocks
+        self.residual_factor = context.config.residual_factor
+        # Parallel blocks have the same norm; it is computed for each.
+        self.mlp_norm, self.mlp_output_norm = (
+            (self.attention_norm, nn.Identity())
+            if self.parallel
+            else _norms(f"{name}.{'moe' if is_moe else 'mlp'}", context)
         )
         self.mlp: MLP | MoEBlock
         if is_moe:
@@ -133,6 +154,8 @@ class TransformerLayer(nn.Module):
         The sum between the blocks is computed with the norm that follows, if this norm is kept.
         """
         mixed_SBH = self._mix(x_SBH, rotary, batch, recomputed)
+        if self.parallel:
+            return self.mlp_block(x_SBH, batch, recomputed, cache=cache) + mixed_SBH
         parts = {"moe"} if isinstance(self.mlp, MoEBlock) else {"mlp", "norm"}
         if type(self.mlp_norm) is RMSNorm and not parts & recomputed:
             x_SBH, normed_SBH = self.mlp_norm(x_SBH, mixed_SBH)
@@ -166,7 +189,7 @@ class TransformerLayer(nn.Module):
 
         qkv_SBX = recompute(project, x_SBH) if "norm" in recomputed else project(x_SBH)
         mixed_SBH = recompute(mix, qkv_SBX) if "attention" in recomputed else mix(qkv_SBX)
-        mixed_SBH = self.attention_output_norm(mixed_SBH)
+        mixed_SBH = self._factored(self.attention_output_norm(mixed_SBH))
         dropped_SBH: Tensor = self.attention_dropout(mixed_SBH, batch)
         return dropped_SBH
 
@@ -214,14 +237,19 @@ class TransformerLayer(nn.Module):
 
     def add_mlp(self, x_SBH: Tensor, inner_SBH: Tensor, batch: Microbatch) -> Tensor:
         """Add the result of the MLP or the experts to the residual stream ``(S[/tp], B, H)``."""
-        inner_SBH = self.mlp_output_norm(inner_SBH)
+        inner_SBH = self._factored(self.mlp_output_norm(inner_SBH))
         added_SBH: Tensor = x_SBH + self.mlp_dropout(inner_SBH, batch)
         return added_SBH
 
+    def _factored(self, x_SBH: Tensor) -> Tensor:
+        return x_SBH if self.residual_factor == 1.0 else x_SBH * self.residual_factor
+
 
 def _norms(name: str, context: ModelContext) -> tuple[nn.Module, nn.Module]:
-    """Return the norms of a block's input and output; one of them changes nothing."""
+    """Return the norms of a block's input and output; one of them may change nothing."""
     norm = make_norm(f"{name}.norm", context)
+    if context.config.norm_position == "both":
+        return norm, make_norm(f"{name}.output_norm", context)
     is_before = context.config.norm_position == "before"
     return (norm, nn.Identity()) if is_before else (nn.Identity(), norm)
 

@@ -19,7 +19,7 @@ class ModelSpec:
     """Shape of a transformer; sizes are those of the whole model, named as in ``[model]``.
 
     Attributes:
-        gated: The dense MLP has a gate (SwiGLU), as all of megacore's.
+        gated: MLPs of dense layers and shared experts have a gate (SwiGLU).
         moe_layers: Whether each layer has experts, those for multi-token prediction at the end
             included.
         windows: Sliding windows in tokens, repeated over the layers; 0 for none.
@@ -90,7 +90,9 @@ class ModelSpec:
         shared = self.attention_params(tp) + norms
         if not moe:
             return shared + (3 if self.gated else 2) * self.ffn_hidden_size * hidden / tp, 0.0
-        shared += experts.num_experts * hidden + 3 * experts.shared_ffn_hidden_size * hidden / tp
+        matrices = 3 if self.gated else 2
+        shared += experts.num_experts * hidden
+        shared += matrices * experts.shared_ffn_hidden_size * hidden / tp
         shared += experts.shared_gate * hidden
         return shared, experts.num_experts * self.expert_params / expert_shards
 
@@ -145,7 +147,8 @@ class ModelSpec:
         experts, hidden = self.moe, self.hidden_size
         if moe:
             weights = experts.top_k * self.expert_params + experts.num_experts * hidden
-            weights += (3 * experts.shared_ffn_hidden_size + experts.shared_gate) * hidden
+            matrices = 3 if self.gated else 2
+            weights += (matrices * experts.shared_ffn_hidden_size + experts.shared_gate) * hidden
         else:
             weights = (3 if self.gated else 2) * self.ffn_hidden_size * hidden
         return {

@@ -27,6 +27,7 @@ def model_spec(model: ResolvedModelConfig, moe: ResolvedMoEConfig) -> ModelSpec:
         padded_vocab_size=model.padded_vocab_size,
         seq_length=model.seq_length,
         tie_embeddings=model.tie_embeddings,
+        gated=model.gated,
         qk_norm=model.qk_norm != "none",
         mla=mla,
         moe=moe,

@@ -22,3 +22,9 @@ def test_a_page_made_from_the_source_is_current(script: str) -> None:
     ).stdout
     page = (ROOT / "docs" / f"{PAGES[script]}.md").read_text()
     assert printed == page, f"run scripts/{script}.py > docs/{PAGES[script]}.md"
+
+
+def test_the_readme_counts_the_families() -> None:
+    from megatrain.hf.families import FAMILIES
+
+    assert f"[{len(FAMILIES)} families](docs/families.md)" in (ROOT / "README.md").read_text()

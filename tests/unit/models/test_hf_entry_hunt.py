@@ -53,7 +53,14 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any
 def older(config: dict[str, Any]) -> dict[str, Any]:
     """Return the same configuration as transformers 4 wrote it."""
     config = copy.deepcopy(config)
-    rope = config.pop("rope_parameters")
+    rope = config.pop("rope_parameters", None)
+    if rope is None:
+        return config
+    if "sliding_attention" in rope:
+        full = rope["full_attention"]
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["rope_theta"] = full.pop("rope_theta")
+        return {**config, "rope_scaling": full if full["rope_type"] != "default" else None}
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             config[name] = rope.pop(name)

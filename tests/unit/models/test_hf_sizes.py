@@ -26,6 +26,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
     "glm4_moe": {"use_qk_norm": True, "head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
+    "ministral": {"head_dim": 128},
     "kimi_k2": {
         "num_hidden_layers": 61,
         "n_routed_experts": 384,

@@ -150,7 +150,7 @@ def test_dynamic_tables_follow_the_length_of_the_sequence() -> None:
             {"type": "llama3", "original_seq_length": 8, "low_freq_factor": 4.0},
             r"high_freq_factor must be above low_freq_factor = 4.0, got 4.0",
         ),
-        ({"type": "longrope"}, "type must be 'none', 'linear'"),
+        ({"type": "mrope"}, "type must be 'none', 'linear'"),
     ],
 )
 def test_an_incomplete_rule_is_refused(fields: dict[str, Any], message: str) -> None:

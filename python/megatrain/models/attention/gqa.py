@@ -33,7 +33,11 @@ class Attention(nn.Module):
         self.grouped = shape.q_per_kv > 1
         self.cp, self.masks = context.region.cp, Masks()
         self.cp_comm = context.region.cp_comm
-        self.rule = ScoreRule(window=config.window_of(layer), softcap=config.attention_softcap)
+        self.rule = ScoreRule(
+            window=config.window_of(layer),
+            softcap=config.attention_softcap,
+            scale=config.attention_scale,
+        )
         infos = context.infos.gqa(name)
         self.qkv = ColumnLinear.of(infos, f"{name}.qkv", context=context)
         self.output = RowLinear.of(infos, f"{name}.output", context=context)

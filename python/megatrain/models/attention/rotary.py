@@ -6,6 +6,7 @@ Shapes: S sequence, R rotated elements of a head.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,15 @@ def frequencies(
         num_rotated: R, even.
         base: Pair i rotates by ``base ** (-2 i / R)`` per position, before scaling.
         scaling: The rule.
-        sequence: Tokens per sequence; used by ``dynamic`` only.
+        sequence: Tokens per sequence; used by ``dynamic`` and ``longrope`` only.
 
     Returns:
         ``(R/2,)``, float64; the factor on sines and cosines.
 
     Source:
         ``linear``: Chen et al., arXiv:2306.15595. ``llama3``: Grattafiori et al., arXiv:2407.21783.
-        ``yarn`` and ``dynamic``: Peng et al., arXiv:2309.00071.
+        ``yarn`` and ``dynamic``: Peng et al., arXiv:2309.00071. ``longrope``: Ding et al.,
+        arXiv:2402.13753.
     """
     pair = torch.arange(0, num_rotated, 2, dtype=torch.float64) / num_rotated
     plain = base**-pair
@@ -48,6 +50,11 @@ def frequencies(
     if scaling.type == "yarn":
         kept = _kept_by_yarn(num_rotated, base, scaling)
         return torch.lerp(plain / factor, plain, kept), yarn_factor(scaling)
+    if scaling.type == "longrope":
+        divisors = scaling.long_factors if sequence > original else scaling.short_factors
+        magnified = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        own = scaling.attention_factor
+        return plain / torch.tensor(divisors, dtype=plain.dtype), magnified if own is None else own
     return plain, 1.0
 
 
@@ -96,13 +103,23 @@ class RotaryTables(nn.Module):
         config: The ``[model]`` section.
         num_rotated: R.
         device: Device of the tables.
+        kind: Rotation of the layers, see ``ModelConfig.rotation_of``; ``"none"`` turns by nothing.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, num_rotated: int, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_rotated: int,
+        *,
+        device: torch.device,
+        kind: Literal["main", "window", "none"] = "main",
+    ) -> None:
         super().__init__()
+        self._kind = kind
+        self._depends = kind == "main" and config.rope_scaling.type in ("dynamic", "longrope")
         self._config = config
         self._num_rotated = num_rotated
         self._length = config.seq_length
@@ -113,9 +130,10 @@ class RotaryTables(nn.Module):
     def forward(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Return the tables for a sequence of this many tokens; they may be longer.
 
-        Only ``dynamic`` scaling depends on the length; its tables are computed when it changes.
+        Only ``dynamic`` and ``longrope`` depend on the length; their tables are computed when it
+        changes.
         """
-        if self._config.rope_scaling.type == "dynamic" and sequence != self._length:
+        if self._depends and sequence != self._length:
             self._length = sequence
             # Generation must not leave tables that training cannot save for backward.
             with torch.inference_mode(False):
@@ -132,13 +150,15 @@ class RotaryTables(nn.Module):
         return cos[positions], sin[positions]
 
     def _compute(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        config = self._config
+        config, is_main = self._config, self._kind == "main"
         angle, factor = frequencies(
             self._num_rotated,
-            base=config.rope_base,
-            scaling=config.rope_scaling,
+            base=config.rope_base if is_main else config.window_rope_base or config.rope_base,
+            scaling=config.rope_scaling if is_main else RopeScalingConfig(),
             sequence=self._length,
         )
+        if self._kind == "none":
+            angle = torch.zeros_like(angle)
         angles = torch.outer(torch.arange(config.seq_length, dtype=torch.float64), angle)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cos.float().to(device), sin.float().to(device)

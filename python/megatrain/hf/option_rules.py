@@ -1,0 +1,247 @@
+"""Entries of ``config.json`` whose settings are computed from them, or from other settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megacore.errors import MegacoreError
+from megatrain.hf.keys import Values, checked
+from megatrain.hf.layer_rules import Windows, letters_of, pattern_of
+
+
+@dataclass(frozen=True)
+class EmbeddingRoot:
+    """Embeddings times the square root of their width, in all Gemma models."""
+
+    names: tuple[str, ...] = ()
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the factor."""
+        return {"model.embedding_factor": math.sqrt(values["model.hidden_size"])}
+
+    def write(self, values: Values) -> dict[str, Any]:  # noqa: ARG002
+        """Return no entries, since the factor follows from the width."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreWidth:
+    """Factor on scores, as the width of heads whose root it is the inverse of.
+
+    Attributes:
+        default: The width if no entry states it.
+    """
+
+    default: int
+    names: tuple[str, ...] = ("query_pre_attn_scalar",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the factor."""
+        width = config.get(self.names[0])
+        width = self.default if width is None else checked(self.names[0], width, float)
+        if width <= 0:
+            raise MegacoreError(f"{self.names[0]} in config.json must be positive, got {width}")
+        return {"model.attention_scale": width**-0.5}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the width, an integer if it is one up to rounding."""
+        width = (values["model.attention_scale"] or values["model.head_dim"] ** -0.5) ** -2
+        nearest = round(width)
+        return {self.names[0]: nearest if math.isclose(width, nearest) else width}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitDivisor:
+    """Divisor of logits, ``logits_scaling`` of Granite."""
+
+    names: tuple[str, ...] = ("logits_scaling",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the factor on logits."""
+        divisor = config.get("logits_scaling")
+        divisor = 1.0 if divisor is None else checked("logits_scaling", divisor, float)
+        if divisor <= 0:
+            raise MegacoreError(f"logits_scaling in config.json must be positive, got {divisor}")
+        return {"model.logit_factor": 1 / divisor}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the divisor."""
+        return {"logits_scaling": 1 / values["model.logit_factor"]}
+
+
+@dataclass(frozen=True)
+class RotatedLayers:
+    """Layers with rotation: 1 in ``no_rope_layers``, or all but every so many."""
+
+    names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the pattern of rotated layers.
+
+        Raises:
+            MegacoreError: If the entry does not have a number for each layer.
+        """
+        num_layers, flags = values["model.num_layers"], config.get("no_rope_layers")
+        if flags is None:
+            interval = config.get("no_rope_layer_interval", 4)
+            interval = checked("no_rope_layer_interval", interval, int)
+            flags = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+        is_list = isinstance(flags, list) and len(flags) == num_layers
+        if not is_list or not all(flag in (0, 1) for flag in flags):
+            raise MegacoreError(
+                f"no_rope_layers in config.json must have 0 or 1 for each of {num_layers} layers, "
+                f"got {flags!r}"
+            )
+        return {"model.rotation_pattern": pattern_of("".join("nr"[flag] for flag in flags))}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return a number for each layer."""
+        letters = letters_of(values["model.rotation_pattern"], values["model.num_layers"])
+        return {"no_rope_layers": [int(letter == "r") for letter in letters]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedWindows(Windows):
+    """Windows, and rotation in the layers that have one.
+
+    Attributes:
+        rotated_without: Whether all layers are rotated if the window is empty.
+    """
+
+    rotated_without: bool = False
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the windows and the pattern of rotated layers."""
+        found = super().read(config, values)
+        if found["model.sliding_window"] is None:
+            is_empty = config.get("sliding_window", self.default) is None
+            is_rotated = self.rotated_without and is_empty
+            return found | {"model.rotation_pattern": "r" if is_rotated else "n"}
+        letters = letters_of(found["model.window_pattern"], values["model.num_layers"])
+        rotated = "".join("r" if letter == "w" else "n" for letter in letters)
+        return found | {"model.rotation_pattern": pattern_of(rotated)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlyAttention:
+    """Kinds of layers, all of which must have full attention.
+
+    Attributes:
+        names: The entry.
+        kinds: Its values for such a layer.
+        default: Whether a missing entry means full attention.
+    """
+
+    names: tuple[str, ...] = ("layer_types",)
+    kinds: tuple[str, ...] = ("full_attention",)
+    default: bool = True
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Check the kinds.
+
+        Raises:
+            MegacoreError: If there are others.
+        """
+        num_layers = values["model.num_layers"]
+        stated = (each for each in self.names if config.get(each) is not None)
+        name = next(stated, self.names[0])
+        kinds: Any = config.get(name)
+        if kinds is None and self.default:
+            return {}
+        is_list = isinstance(kinds, list) and len(kinds) >= num_layers
+        if not is_list or not all(kind in self.kinds for kind in kinds[:num_layers]):
+            raise MegacoreError(
+                f"{name} in config.json must name {' or '.join(self.kinds)} for each of "
+                f"{num_layers} layers, got {kinds!r}; other kinds of layers are not supported"
+            )
+        return {}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the kind of all layers."""
+        return {self.names[0]: [self.kinds[0]] * values["model.num_layers"]}
+
+
+@dataclass(frozen=True)
+class PositionKind:
+    """Rotation of all layers or none, by ``position_embedding_type``."""
+
+    names: tuple[str, ...] = ("position_embedding_type",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the pattern of rotated layers."""
+        kind = config.get("position_embedding_type")
+        return {"model.rotation_pattern": "r" if kind == "rope" else "n"}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entry for the same rotation."""
+        return {
+            "position_embedding_type": "rope" if values["model.rotation_pattern"] == "r" else "nope"
+        }
+
+
+@dataclass(frozen=True)
+class HybridWidths:
+    """Widths of Granite 4; ``shared_intermediate_size`` is the MLP's if there are no experts."""
+
+    names: tuple[str, ...] = ("shared_intermediate_size", "intermediate_size")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the widths."""
+        shared = config.get("shared_intermediate_size", 1024)
+        shared = checked("shared_intermediate_size", shared, int)
+        if not values["moe.num_experts"]:
+            return {"model.ffn_hidden_size": shared, "moe.score_function": "softmax"}
+        width = checked("intermediate_size", config.get("intermediate_size"), int)
+        return {
+            "model.ffn_hidden_size": width,
+            "moe.ffn_hidden_size": width,
+            "moe.shared_ffn_hidden_size": shared,
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the widths."""
+        if not values["moe.num_experts"]:
+            return {"shared_intermediate_size": values["model.ffn_hidden_size"]}
+        return {
+            "shared_intermediate_size": values["moe.shared_ffn_hidden_size"],
+            "intermediate_size": values["moe.ffn_hidden_size"],
+        }
+
+
+@dataclass(frozen=True)
+class SharedWidth:
+    """Width of the shared expert, 0 for none."""
+
+    names: tuple[str, ...] = ("shared_intermediate_size",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the width."""
+        width = config.get("shared_intermediate_size", 0)
+        width = checked("shared_intermediate_size", width, int, least=0)
+        return {"moe.shared_ffn_hidden_size": width}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the width."""
+        return {"shared_intermediate_size": values["moe.shared_ffn_hidden_size"]}
+
+
+@dataclass(frozen=True)
+class InnerWidth:
+    """Inner width of GPT-2's MLP, four times the model's if it is not stated."""
+
+    names: tuple[str, ...] = ("n_inner",)
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the width."""
+        width = config.get("n_inner")
+        hidden = values["model.hidden_size"]
+        return {
+            "model.ffn_hidden_size": 4 * hidden if width is None else checked("n_inner", width, int)
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the width."""
+        return {"n_inner": values["model.ffn_hidden_size"]}
