@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam"},
     "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.3, "optimizer.nesterov": True},
     "lion": {"optimizer.name": "lion", "optimizer.lr": 1e-3, "optimizer.moments_dtype": "bfloat16"},
+    "muon": {"optimizer.name": "muon", "optimizer.muon.adamw_lr": 4e-3},
     "of torch": {"optimizer.factory": "torch.optim:Adamax"},
 }
 
@@ -55,6 +56,8 @@ def losses_of_one(name: str) -> list[float]:
         [
             ("adam", "pp2 dp2 zb_v, overlapped"),
             ("sgd", "tp2 pp2"),
+            ("muon", "dp4 small buckets"),
+            ("muon", "tp2 pp2"),
             ("lion", "dp4 small buckets"),
             ("of torch", "dp4 small buckets"),
         ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 
 from megacore.buffers.options import BufferOptions
@@ -19,6 +21,7 @@ def make_buffers(
     groups: ProcessGroups,
     options: BufferOptions | None = None,
     instances: HybridShardGroups | None = None,
+    kind_of: Callable[[ParamInfo], Hashable] | None = None,
 ) -> list[ParamGradBuffer]:
     """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
 
@@ -33,6 +36,8 @@ def make_buffers(
         groups: Process groups of this rank.
         options: Layout of the buffers. Default: ``BufferOptions()``.
         instances: Groups of hybrid sharding. Default: one instance.
+        kind_of: Parameters for which this differs get buffers of their own. With that of their
+            update rules, every rank has an equal share of each rule's state.
 
     Raises:
         TypeError: If ``params`` holds no pairs, or ``options`` is not a ``BufferOptions``.
@@ -43,9 +48,10 @@ def make_buffers(
     check_options(options, BufferOptions, "options")
     if instances is None:
         instances = HybridShardGroups.split(groups, 1)
-    by_key: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    by_key: dict[tuple[torch.dtype, bool, bool, Hashable], list[int]] = {}
     for position, (info, param) in enumerate(params):
-        by_key.setdefault((param.dtype, *buffer_kind(info)), []).append(position)
+        kind = None if kind_of is None else kind_of(info)
+        by_key.setdefault((param.dtype, *buffer_kind(info), kind), []).append(position)
     return [
         ParamGradBuffer(
             [params[position] for position in positions],
@@ -61,7 +67,7 @@ def make_buffers(
             / groups.dp_cp.size,
             positions=positions,
         )
-        for (dtype, expert, _), positions in by_key.items()
+        for (dtype, expert, _, _), positions in by_key.items()
     ]
 
 

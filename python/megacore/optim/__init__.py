@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
     from megacore.optim.frozen import FrozenParams, split_frozen
     from megacore.optim.lr import learning_rate
+    from megacore.optim.matrix_rule import MatrixRule
     from megacore.optim.memory import MemoryRow, memory_row, memory_table
     from megacore.optim.options import OptimizerOptions, RateOptions
     from megacore.optim.param_group import ParamGroup
     from megacore.optim.rules.adam import Adam
     from megacore.optim.rules.adamw import AdamW
     from megacore.optim.rules.lion import Lion
+    from megacore.optim.rules.muon import Muon
     from megacore.optim.rules.sgd import SGD
     from megacore.optim.rules.torch_optimizer import TorchOptimizer
     from megacore.optim.shard import ParamPiece
@@ -30,7 +32,9 @@ __all__ = [
     "DistributedOptimizer",
     "FrozenParams",
     "Lion",
+    "MatrixRule",
     "MemoryRow",
+    "Muon",
     "OptimizerOptions",
     "ParamGroup",
     "ParamPiece",
@@ -55,7 +59,9 @@ _HOMES = {
     "DistributedOptimizer": "distributed_optimizer",
     "FrozenParams": "frozen",
     "Lion": "rules.lion",
+    "MatrixRule": "matrix_rule",
     "MemoryRow": "memory",
+    "Muon": "rules.muon",
     "OptimizerOptions": "options",
     "ParamGroup": "param_group",
     "ParamPiece": "shard",

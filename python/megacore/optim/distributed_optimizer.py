@@ -30,12 +30,14 @@ from megacore.optim.gradients import (
     sum_partial_grads,
     sum_shared_grads,
 )
+from megacore.optim.matrix_rule import MatrixRule
 from megacore.optim.options import OptimizerOptions
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
+from megacore.optim.update_rule import UpdateRule
 from megacore.options import check_options
 from megacore.parallel.async_collectives import PendingCollective
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline.clock import PhaseClock, in_phase
 
@@ -137,7 +139,8 @@ class DistributedOptimizer:
 
     Raises:
         ValueError: If there is no parameter, a group of ``param_groups`` gets no parameter of any
-            rank, or ``modules`` lacks a parameter whose gather overlaps.
+            rank, ``modules`` lacks a parameter whose gather overlaps, or the rule is of whole
+            matrices and no parameter is described as such.
 
     Example:
         >>> from megacore.buffers import make_buffers
@@ -180,10 +183,12 @@ class DistributedOptimizer:
                 buffer,
                 rule=options.rule,
                 weight_decay=options.weight_decay,
+                groups=groups,
                 param_groups=param_groups,
             )
             for buffer in self.buffers
         ]
+        self._check_matrices(options.rule)
         # Pairs of decays, for whose bias corrections a step is decided.
         rules = {options.rule}.union(*(shard.rules for shard in self._shards))
         self._decays = sorted({rule.decays for rule in rules})
@@ -199,6 +204,17 @@ class DistributedOptimizer:
             self._gatherer = ParamGatherer(self.buffers, modules)
         self._is_reduced = False
         self.gathers_at_once = True
+
+    def _check_matrices(self, rule: UpdateRule) -> None:
+        """Check that a rule of whole matrices has some, on any rank; collective for such a rule."""
+        if not isinstance(rule, MatrixRule):
+            return
+        has_some = any(rule in shard.all_rules for shard in self._shards)
+        if not any(all_gather_objects(has_some, self._groups.world)):
+            raise ValueError(
+                f"{type(rule).__name__} computes with whole matrices, but no parameter is described"
+                " as one: set ParamInfo.matrices, as Matrices() for a weight of (rows, columns)"
+            )
 
     def __repr__(self) -> str:
         numel = sum(buffer.plan.numel for buffer in self.buffers)

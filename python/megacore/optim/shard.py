@@ -11,10 +11,13 @@ from torch import Tensor
 
 from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.optim.gradients import merge_neighbours
+from megacore.optim.matrix_rule import MatrixRule
+from megacore.optim.matrix_update import MatrixUpdate
 from megacore.optim.param_group import ParamGroup, ParamSettings, settings_of
 from megacore.optim.update_piece import UpdatePiece
 from megacore.optim.update_rule import UpdateRule
 from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.process_groups import ProcessGroups
 
 # Kind of the fp32 parameters in the state of every rule.
 MAIN_PARAM = "main_param"
@@ -66,7 +69,11 @@ class OptimizerShard:
         buffer: Parameters and gradients.
         rule: Update rule of parameters whose group names no other.
         weight_decay: Weight decay of parameters that use it.
+        groups: Process groups of this rank.
         param_groups: Settings of parameters by name.
+
+    Attributes:
+        all_rules: Update rules of the buffer's parameters, on all ranks.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class OptimizerShard:
         *,
         rule: UpdateRule,
         weight_decay: float,
+        groups: ProcessGroups,
         param_groups: Sequence[ParamGroup] = (),
     ) -> None:
         self.buffer = buffer
@@ -87,6 +95,7 @@ class OptimizerShard:
             settings_of(info, param_groups, rule=rule, weight_decay=weight_decay)
             for info, _ in buffer.params
         ]
+        self.all_rules = {of.rule for of in own}
         marked = [(piece, own[piece.param_index]) for piece in buffer.owned_pieces()]
         runs = [(run, own[run[0].param_index]) for run in merge_neighbours(marked)]
         self._used = dict.fromkeys((of.rule for _, of in runs), 0)
@@ -101,6 +110,11 @@ class OptimizerShard:
             for rule, numel in self._used.items()
         }
         self._runs = [self._make_run(*each) for each in placed]
+        self._matrices = [
+            (rule, self._make_matrices(rule, [of.rule for of in own], groups))
+            for rule in dict.fromkeys(of.rule for of in own)
+            if isinstance(rule, MatrixRule)
+        ]
         self.copy_params_to_main()
 
     @torch.no_grad()
@@ -117,7 +131,9 @@ class OptimizerShard:
         Sync:
             None on CUDA.
         """
-        runs = deque(self._runs)
+        for rule, matrices in self._matrices:
+            matrices.step(controls[rule.decays])
+        runs = deque(run for run in self._runs if not isinstance(run.rule, MatrixRule))
         for index, bucket in enumerate(self.buffer.plan.buckets):
             while runs and runs[0].first < bucket.end:
                 run = runs.popleft()
@@ -162,6 +178,21 @@ class OptimizerShard:
         """Round the main parameters into the owned part of the parameter buffer."""
         for run in self._runs:
             run.values.write_copy()
+
+    def _make_matrices(
+        self, rule: MatrixRule, rules: Sequence[UpdateRule], groups: ProcessGroups
+    ) -> MatrixUpdate:
+        pieces = {
+            piece.param_index: (
+                piece.param_start,
+                run.values.part(piece.world_start - run.first, piece.world_end - run.first),
+            )
+            for run in self._runs
+            for piece in run.pieces
+            if run.rule == rule
+        }
+        params = [index for index, each in enumerate(rules) if each == rule]
+        return MatrixUpdate(self.buffer, rule, pieces=pieces, params=params, groups=groups)
 
     def _place(self, run: tuple[ShardPiece, ...], rule: UpdateRule) -> slice:
         """Return the place of a run in the state of its rule."""

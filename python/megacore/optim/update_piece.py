@@ -101,7 +101,7 @@ class UpdatePiece:
         """Call :meth:`UpdateRule.step` on blocks, and keep its results unless it is skipped.
 
         Sync:
-            None: old values are selected where the step is skipped.
+            None: old values are selected where the step is skipped, so a CUDA graph can record it.
         """
         rates = self.rates(control)
         for block in self.blocks():
@@ -120,6 +120,44 @@ class UpdatePiece:
         is_applied = control[ControlAt.IS_APPLIED] != 0.0
         for name, old in before.items():
             old.copy_(torch.where(is_applied, after[name].to(old.dtype), old))
+        self.write_copy()
+
+    def direction(
+        self, direction: Callable[[Tensor, Mapping[str, Tensor]], Tensor], control: Tensor
+    ) -> Tensor:
+        """Call :meth:`MatrixRule.direction` on blocks and return its results, ``(n,)``, fp32.
+
+        Sync:
+            None: the old state is selected where the step is skipped.
+        """
+        found = torch.empty_like(self.param)
+        rates = self.rates(control)
+        for block, into in zip(self.blocks(), torch.split(found, _BLOCK), strict=True):
+
+            def step(
+                param: Tensor,
+                grad: Tensor,
+                state: Mapping[str, Tensor],
+                rates: Rates,
+                into: Tensor = into,
+            ) -> None:
+                del param, rates
+                into.copy_(direction(grad, state))
+
+            block._apply_at_once(step, control, rates)
+        return found
+
+    def move(self, update: Tensor, control: Tensor) -> None:
+        """Apply weight decay, subtract an update times the learning rate, unless skipped.
+
+        Sync:
+            None on CUDA.
+        """
+        rates = self.rates(control)
+        is_applied = control[ControlAt.IS_APPLIED] != 0.0
+        for block, step in zip(self.blocks(), torch.split(update, _BLOCK), strict=True):
+            moved = (block.param * rates.keep).sub_(step * rates.lr)
+            block.param.copy_(torch.where(is_applied, moved, block.param))
         self.write_copy()
 
     def write_copy(self) -> None:

@@ -72,6 +72,10 @@ class UpdateRule(ABC):
         """Bytes of state per element."""
         return sum((tensor.bytes_per_element for tensor in self.state), Fraction(0))
 
+    def rules_by_kind(self) -> dict[str, UpdateRule]:
+        """Return the rules that :meth:`rule_for` can return, by the kind of parameters."""
+        return {"parameters": self}
+
     def rule_for(self, info: ParamInfo) -> tuple[UpdateRule, float]:
         """Return the rule of a parameter, with a factor on its learning rate.
 

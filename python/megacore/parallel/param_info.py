@@ -6,7 +6,41 @@ for experts) and ``ep_dim`` over expert-parallel ranks. The parts are boxes of t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """The matrices of a parameter, for optimizers of whole matrices.
+
+    The first ``batch_dims`` dimensions number separate matrices. Of the others, the last one is
+    the columns, and those before are the rows, flattened.
+
+    Attributes:
+        batch_dims: Number of dimensions that number separate matrices.
+        sections: Sizes of several matrices that the dimension before the last one holds one after
+            the other, for each index of the dimensions between; empty for one matrix.
+
+    Example:
+        >>> gate_up = Matrices(batch_dims=1)
+        >>> list(gate_up.shapes((2, 16, 8)))
+        [(16, 8), (16, 8)]
+        >>> queries_keys_values = Matrices(sections=(8, 4, 4))  # of each of two groups of heads
+        >>> list(queries_keys_values.shapes((2, 16, 6)))
+        [(16, 6), (8, 6), (8, 6)]
+    """
+
+    batch_dims: int = 0
+    sections: tuple[int, ...] = ()
+
+    def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Yield rows and columns of every matrix of a parameter of this shape, in order."""
+        outer = math.prod(shape[self.batch_dims : -2])
+        for _ in range(math.prod(shape[: self.batch_dims])):
+            for rows in self.sections or (shape[-2],):
+                yield outer * rows, shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +65,12 @@ class ParamInfo:
             from norms and checkpoints.
         expert: Whether it belongs to an expert, and thus to the expert view of the topology.
         ep_dim: Dimension of experts, split by expert parallelism; for expert parameters only.
+        matrices: The matrices that it consists of, for optimizers such as Muon; ``None`` for a
+            parameter that is no matrix of a linear map, such as an embedding or a bias.
 
     Raises:
-        ValueError: If ``tp_dim`` or ``ep_dim`` is not a dimension of ``full_shape``, or flags
-            contradict each other.
+        ValueError: If ``tp_dim`` or ``ep_dim`` is not a dimension of ``full_shape``, flags
+            contradict each other, or ``matrices`` do not fit the shape.
 
     Example:
         >>> ParamInfo(name="layers.0.mlp.gate_up", full_shape=(2, 8, 4), tp_dim=1).local_shape(2)
@@ -54,6 +90,7 @@ class ParamInfo:
     is_shared_copy: bool = False
     expert: bool = False
     ep_dim: int | None = None
+    matrices: Matrices | None = None
 
     def __post_init__(self) -> None:
         for axis, dim in (("tp", self.tp_dim), ("ep", self.ep_dim)):
@@ -74,6 +111,27 @@ class ParamInfo:
             )
         if self.is_shared_copy and self.shared is None:
             raise ValueError(f"{self.name}: is_shared_copy needs the name of the shared set")
+        if self.matrices is not None:
+            self._check_matrices(self.matrices)
+
+    def _check_matrices(self, matrices: Matrices) -> None:
+        num_dims, sections = len(self.full_shape), matrices.sections
+        if not 0 <= matrices.batch_dims <= num_dims - 2:
+            raise ValueError(
+                f"{self.name}: batch_dims={matrices.batch_dims} leaves no matrix of "
+                f"{self.full_shape}; use 0 to {num_dims - 2}"
+            )
+        if sections and (min(sections) < 1 or sum(sections) != self.full_shape[-2]):
+            raise ValueError(
+                f"{self.name}: sections {sections} must be positive and have the sum "
+                f"{self.full_shape[-2]}, the dimension before the last one of {self.full_shape}"
+            )
+        if len(sections) > 1 and self.tp_dim == num_dims - 2:
+            raise ValueError(
+                f"{self.name}: tp_dim={self.tp_dim} splits the sections {sections}; put a "
+                "dimension that tp splits before them, as the groups of heads of (groups, rows, "
+                "columns)"
+            )
 
     def local_shape(self, tp_size: int, *, ep_size: int = 1) -> tuple[int, ...]:
         """Return the shape of the shard on one of ``tp_size`` x ``ep_size`` ranks.

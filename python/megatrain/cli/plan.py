@@ -26,6 +26,7 @@ from megatrain.config.train import RECOMPUTE_MODULES
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from megacore.optim import MemoryRow
     from megacore.parallel import Topology
     from megatrain.plan.echo_estimate import EchoEstimate
     from megatrain.plan.run_plan import RankPlan, RunPlan
@@ -262,12 +263,22 @@ def _graphs_text(plan: RunPlan, config: ResolvedConfig) -> str:
 
 def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
     """Describe the bytes per parameter by formula, and the sizes of buckets."""
-    from megatrain.plan.state import memory_row_of
+    from megatrain.plan.state import memory_rows_of
 
-    optimizer = config.optimizer
-    row = memory_row_of(optimizer, dtype=config.train.dtype)
+    rows = memory_rows_of(config.optimizer, dtype=config.train.dtype)
     largest = max(max(rank.bucket_numels) for rank in plan.ranks)
-    formula = row.formula() if optimizer.distributed else str(row.whole)
+    texts = [
+        f"bytes per parameter{'' if len(rows) == 1 else f' ({kind})'}: "
+        f"{_bytes_text(row, plan, config)}; padding comes on top"
+        for kind, row in rows.items()
+    ]
+    buckets = f"buckets: units of one reduce-scatter and one all-gather, up to {largest:,} elements"
+    return "\n".join([buckets, *texts])
+
+
+def _bytes_text(row: MemoryRow, plan: RunPlan, config: ResolvedConfig) -> str:
+    """Return bytes per parameter as a formula, and for the number of shards."""
+    formula = row.formula() if config.optimizer.distributed else f"{float(row.whole):g}"
     shards = _shards_of_state(plan, config)
     told = [
         f"{float(row.per_rank(count)):.4g} with d = {count}"
@@ -275,10 +286,7 @@ def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
         for kind, count in shards.items()
     ]
     each = f" = {', '.join(told)}" if max(shards.values()) > 1 else ""
-    return (
-        f"buckets: units of one reduce-scatter and one all-gather, up to {largest:,} elements\n"
-        f"bytes per parameter: {formula}{each}; padding comes on top"
-    )
+    return f"{formula}{each}"
 
 
 def _shards_of_state(plan: RunPlan, config: ResolvedConfig) -> dict[str, int]:

@@ -21,7 +21,7 @@ from megatrain.config.load import (
 )
 from megatrain.config.model import MLAConfig, ModelConfig, RopeScalingConfig
 from megatrain.config.moe import EchoConfig, MoEConfig
-from megatrain.config.optimizer import OptimizerConfig, ParamGroupConfig
+from megatrain.config.optimizer import MuonConfig, OptimizerConfig, ParamGroupConfig
 from megatrain.config.parallel import ParallelConfig
 from megatrain.config.pipeline import PipelineConfig
 from megatrain.config.resolve import resolve
@@ -48,6 +48,7 @@ __all__ = [
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ParamGroupConfig",

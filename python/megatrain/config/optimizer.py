@@ -15,11 +15,53 @@ from megacore.optim.param_group import ParamGroup
 from megacore.optim.rules.adam import Adam
 from megacore.optim.rules.adamw import AdamW
 from megacore.optim.rules.lion import Lion
+from megacore.optim.rules.muon import CoefficientSet, Muon, Scale
 from megacore.optim.rules.sgd import SGD
 from megacore.optim.rules.torch_optimizer import TorchOptimizer
 from megacore.optim.update_rule import UpdateRule
 from megatrain.config.base import Section
 from megatrain.config.user_objects import check_object_name, import_object
+
+
+class MuonConfig(Section):
+    """``[optimizer.muon]``: Muon, for the matrices of attention, MLPs, routers and experts.
+
+    Embeddings, the output layer, norms, biases and other vectors get AdamW.
+    """
+
+    adamw_lr: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="Highest learning rate of AdamW, which follows the schedule of `optimizer.lr`. "
+        "Default: `optimizer.lr`.",
+    )
+    momentum: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="Decay of the mean of gradients."
+    )
+    nesterov: bool = Field(default=True, description="Look ahead by one step of the momentum.")
+    coefficients: CoefficientSet = Field(
+        default="simple",
+        description="Coefficients of the Newton-Schulz iterations: `simple` of "
+        "`torch.optim.Muon`, `quintic` of NVIDIA, `deepseekv4`, `polar_express`, or `cubic5`, "
+        "which has no fifth power.",
+    )
+    num_iterations: int | None = Field(
+        default=None,
+        ge=1,
+        description="Newton-Schulz iterations. Default: 5; 10 of `deepseekv4`, 8 of "
+        "`polar_express`.",
+    )
+    scale: Scale = Field(
+        default="match_rms_adamw",
+        description="Size of the update of a matrix of r rows and c columns: `match_rms_adamw` "
+        "(0.2 sqrt(max(r, c)): as large as AdamW's, so that its `lr` and `weight_decay` carry "
+        "over), `original` (sqrt(max(1, r / c))), `spectral` (sqrt(max(r, c))), or `unit_rms_norm` "
+        "(sqrt(r / c)).",
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Number format of the iterations. On GPUs `bfloat16` is faster.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +97,7 @@ class ParamGroupConfig(Section):
     pattern: str = Field(
         min_length=1, description="Shell-style pattern of names, as in `layers.*.mlp.*`."
     )
-    optimizer: Literal["none", "adamw", "adam", "sgd", "lion"] | None = Field(
+    optimizer: Literal["none", "adamw", "adam", "sgd", "lion", "muon"] | None = Field(
         default=None,
         description="Their optimizer; `none` freezes them. Default: that of the run.",
     )
@@ -105,10 +147,10 @@ class ParamGroupConfig(Section):
 class OptimizerConfig(Section):
     """``[optimizer]``: update rule, learning rate schedule, gradient clipping, ZeRO-1."""
 
-    name: Literal["adamw", "adam", "sgd", "lion"] = Field(
+    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = Field(
         default="adamw",
         description="The optimizer. Weight decay is a part of the gradient in `adam` and `sgd`, "
-        "as in `torch.optim`.",
+        "as in `torch.optim`. `muon` has settings in `[optimizer.muon]`.",
     )
     factory: str | None = Field(
         default=None,
@@ -249,6 +291,8 @@ class OptimizerConfig(Section):
         description="Steps without overflow after which the loss scale doubles.",
     )
 
+    muon: MuonConfig = MuonConfig()
+
     def buffer_options(self) -> BufferOptions:
         """Return the options of gradient buffers."""
         return BufferOptions(
@@ -276,8 +320,24 @@ class OptimizerConfig(Section):
             return SGD(momentum=self.momentum, nesterov=self.nesterov, moments_dtype=dtype)
         if self.name == "lion":
             return Lion(beta1=self.beta1, beta2=self.beta2, moments_dtype=dtype)
-        adam = AdamW if self.name == "adamw" else Adam
-        return adam(beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=dtype)
+        adam = Adam if self.name == "adam" else AdamW
+        rule = adam(beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=dtype)
+        return self._muon(others=rule) if self.name == "muon" else rule
+
+    def _muon(self, *, others: UpdateRule) -> Muon:
+        muon = self.muon
+        adamw_lr = self.lr if muon.adamw_lr is None else muon.adamw_lr
+        return Muon(
+            momentum=muon.momentum,
+            nesterov=muon.nesterov,
+            coefficients=muon.coefficients,
+            steps=muon.num_iterations,
+            scale=muon.scale,
+            precision=muon.precision,
+            moments_dtype=self.moments_dtype,
+            others=others,
+            others_lr_scale=1.0 if adamw_lr == self.lr else adamw_lr / self.lr,
+        )
 
     def has(self, hyperparameter: str) -> bool:
         """Return whether a hyperparameter is one of the optimizer."""
@@ -342,6 +402,20 @@ class OptimizerConfig(Section):
                 f"nearest: {lower:g}, {2 * lower:g}"
             )
         return scale
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> Self:
+        muon = self.muon
+        if muon.adamw_lr and self.lr == 0.0:
+            raise ValueError(
+                f"muon.adamw_lr = {muon.adamw_lr:g} is a multiple of lr, which is 0; set lr above 0"
+            )
+        if muon.coefficients == "cubic5" and muon.num_iterations not in (None, 5):
+            raise ValueError(
+                f"muon.num_iterations must be 5 with the coefficients cubic5, got "
+                f"{muon.num_iterations}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

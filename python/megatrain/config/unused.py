@@ -245,6 +245,11 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.optimizer.factory is not None,
     ),
     UnusedRule(
+        keys=("optimizer.muon.*",),
+        reason="optimizer.name",
+        holds=lambda config: config.optimizer.name != "muon" or not config.optimizer.has("beta1"),
+    ),
+    UnusedRule(
         keys=("optimizer.beta1", "optimizer.beta2"),
         reason="optimizer.name",
         holds=lambda config: not config.optimizer.has("beta1"),

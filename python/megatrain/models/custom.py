@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megacore.errors import ConfigError
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.param_info import Matrices, ParamInfo
 from megacore.parallel.params import shard
 from megatrain.config import MoEConfig, ResolvedConfig
 from megatrain.config.user_objects import call_object, import_object
@@ -63,7 +63,7 @@ class StageContext(ModelContext):
         """Make a module of torch that every tp rank holds whole, and register its parameters.
 
         Initial values depend on ``train.seed`` and the name, not on the layout. Matrices have
-        weight decay, vectors do not.
+        weight decay, vectors do not. Weights of ``nn.Linear`` are matrices for Muon.
 
         Args:
             name: Global name, the prefix of the parameters' names.
@@ -79,13 +79,16 @@ class StageContext(ModelContext):
             module = make()
         module.to(device=device, dtype=self.params.dtype)
         partial = self.region.sequence_parallel if partial_grads is None else partial_grads
+        linear = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
         for key, param in module.named_parameters():
+            is_matrix = any(param is weight for weight in linear)
             info = ParamInfo(
                 name=f"{name}.{key}",
                 full_shape=tuple(param.shape),
                 tp_dim=None,
                 sequence_parallel=partial,
                 weight_decay=param.dim() > 1,
+                matrices=Matrices() if is_matrix else None,
             )
             self.params.made.append((info, param))
         return module

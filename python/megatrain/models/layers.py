@@ -24,7 +24,7 @@ from megacore.ops.linear import linear
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.param_info import Matrices, ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
@@ -239,7 +239,7 @@ class ColumnLinear(nn.Module):
 
     With ``enters=False`` the input is inside the tensor-parallel region already. The weight may
     have several output dimensions, one of which is split. The output is this rank's part with these
-    dimensions flattened.
+    dimensions flattened. ``matrices`` are those of ``ParamInfo``; by default one.
     """
 
     def __init__(
@@ -251,12 +251,15 @@ class ColumnLinear(nn.Module):
         context: ModelContext,
         bias: bool = False,
         enters: bool = True,
+        matrices: Matrices | None = None,
     ) -> None:
         super().__init__()
         self.region = context.region
         self.linear = context.linear
         self.enters = enters and context.region.group.size > 1
-        weight, *biases = context.infos.column(name, full_shape, tp_dim=tp_dim, bias=bias).values()
+        weight, *biases = context.infos.column(
+            name, full_shape, tp_dim=tp_dim, bias=bias, matrices=matrices
+        ).values()
         self.weight = context.params.normal(weight, std=context.config.init_std)
         self.bias = context.params.zeros(biases[0]) if biases else None
 
@@ -274,6 +277,7 @@ class ColumnLinear(nn.Module):
             context=context,
             bias=f"{name}_bias" in infos,
             enters=enters,
+            matrices=info.matrices,
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megacore.parallel.param_info import ParamInfo
+from megacore.parallel.param_info import Matrices, ParamInfo
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.shape import GPTShape
 
@@ -52,19 +52,28 @@ class GPTInfos:
     # ---- linear layers and norms ----
 
     def column(
-        self, name: str, full_shape: tuple[int, ...], *, tp_dim: int, bias: bool = False
+        self,
+        name: str,
+        full_shape: tuple[int, ...],
+        *,
+        tp_dim: int,
+        bias: bool = False,
+        matrices: Matrices | None = None,
     ) -> Infos:
-        """Describe a linear layer whose outputs are split over tp."""
-        weight = ParamInfo(name=name, full_shape=full_shape, tp_dim=tp_dim)
-        if not bias:
-            return _by_name([weight])
-        shape = full_shape[:-1]
-        added = replace(weight, name=f"{name}_bias", full_shape=shape, weight_decay=False)
-        return _by_name([weight, added])
+        """Describe a linear layer whose outputs are split over tp; by default one matrix."""
+        weight = ParamInfo(
+            name=name, full_shape=full_shape, tp_dim=tp_dim, matrices=matrices or Matrices()
+        )
+        return _by_name([weight, _bias(weight, tp_dim)] if bias else [weight])
 
     def row(self, name: str, num_inputs: int, *, bias: bool = False) -> Infos:
         """Describe a linear layer to the residual stream whose inputs are split over tp."""
-        weight = ParamInfo(name=name, full_shape=(self.shape.hidden, num_inputs), tp_dim=1)
+        weight = ParamInfo(
+            name=name,
+            full_shape=(self.shape.hidden, num_inputs),
+            tp_dim=1,
+            matrices=Matrices(),
+        )
         # Added to the sum over ranks: each rank has its tokens with sequence parallelism.
         return _by_name([weight, self._vector(f"{name}_bias")] if bias else [weight])
 
@@ -94,7 +103,15 @@ class GPTInfos:
     def gqa(self, name: str) -> Infos:
         """Describe grouped-query attention."""
         shape, config = self.shape, self.config
-        infos = self.column(f"{name}.qkv", shape.qkv_full_shape, tp_dim=0, bias=config.qkv_bias)
+        infos = self.column(
+            f"{name}.qkv",
+            shape.qkv_full_shape,
+            tp_dim=0,
+            bias=config.qkv_bias,
+            matrices=Matrices(
+                sections=(shape.q_per_kv * shape.head_dim, shape.head_dim, shape.head_dim)
+            ),
+        )
         width = shape.num_heads * shape.head_dim
         infos |= self.row(f"{name}.output", width, bias=config.output_bias)
         infos |= self.qk_norm(name)
@@ -148,6 +165,7 @@ class GPTInfos:
                 # Inside the region, each rank has the gradient of its own heads only.
                 sequence_parallel=self.sequence_parallel or not mla.q_rank,
                 weight_decay=len(full_shape) > 1,
+                matrices=Matrices() if len(full_shape) > 1 else None,
             )
             return _by_name([info])
 
@@ -160,7 +178,12 @@ class GPTInfos:
         if mla.q_rank:
             infos |= self.column(f"{name}.q_up", (heads, up_width, mla.q_rank), tp_dim=0)
         kv_width = mla.nope_head_dim + mla.v_head_dim
-        infos |= self.column(f"{name}.kv_up", (heads, kv_width, mla.kv_rank), tp_dim=0)
+        infos |= self.column(
+            f"{name}.kv_up",
+            (heads, kv_width, mla.kv_rank),
+            tp_dim=0,
+            matrices=Matrices(sections=(mla.nope_head_dim, mla.v_head_dim)),
+        )
         return infos | self.row(f"{name}.output", heads * mla.v_head_dim)
 
     # ---- MLP and experts ----
@@ -169,7 +192,13 @@ class GPTInfos:
         """Describe an MLP."""
         hidden, bias = self.shape.hidden, self.config.mlp_bias
         if self.config.gated:
-            wide = self.column(f"{name}.gate_up", (2, width, hidden), tp_dim=1, bias=bias)
+            wide = self.column(
+                f"{name}.gate_up",
+                (2, width, hidden),
+                tp_dim=1,
+                bias=bias,
+                matrices=Matrices(batch_dims=1),
+            )
         else:
             wide = self.column(f"{name}.up", (width, hidden), tp_dim=0, bias=bias)
         return wide | self.row(f"{name}.down", width, bias=bias)
@@ -195,6 +224,7 @@ class GPTInfos:
             full_shape=(moe.num_experts, hidden),
             tp_dim=None,
             sequence_parallel=True,
+            matrices=Matrices(),
         )
         width = moe.ffn_hidden_size or self.shape.ffn
         inner = (2, width) if moe.gated else (width,)
@@ -204,9 +234,14 @@ class GPTInfos:
             tp_dim=len(inner),
             ep_dim=0,
             expert=True,
+            matrices=Matrices(batch_dims=len(inner)),
         )
         fc2 = replace(
-            fc1, name=f"{name}.experts.fc2", full_shape=(moe.num_experts, hidden, width), tp_dim=2
+            fc1,
+            name=f"{name}.experts.fc2",
+            full_shape=(moe.num_experts, hidden, width),
+            tp_dim=2,
+            matrices=Matrices(batch_dims=1),
         )
         if not moe.biases:
             return _by_name([router, fc1, fc2])
@@ -231,7 +266,8 @@ class GPTInfos:
         name, hidden = f"layers.{index}.mtp", self.shape.hidden
         infos = self.model_norm(f"{name}.hidden_norm") | self.model_norm(f"{name}.embedding_norm")
         # Replicated over tp: with sequence parallelism, each rank applies it to its own tokens.
-        infos |= _by_name([self._replicated(f"{name}.projection", (hidden, 2 * hidden))])
+        projection = self._replicated(f"{name}.projection", (hidden, 2 * hidden))
+        infos |= _by_name([replace(projection, matrices=Matrices())])
         return infos | self.layer(index) | self.model_norm(f"{name}.final_norm")
 
     def vocab_matrix(
@@ -325,4 +361,5 @@ def _bias(matrix: ParamInfo, tp_dim: int | None) -> ParamInfo:
         full_shape=matrix.full_shape[:-1],
         tp_dim=tp_dim,
         weight_decay=False,
+        matrices=None,
     )

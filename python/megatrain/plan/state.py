@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from megacore._core import BufferPlan, plan_buckets
 from megacore.errors import ConfigError
 from megacore.optim.memory import MemoryRow, frozen_numel, memory_row
-from megacore.optim.param_group import ParamGroup, group_of, require_matches
+from megacore.optim.param_group import ParamGroup, group_of, require_matches, settings_of
+from megacore.optim.update_rule import UpdateRule
 from megacore.parallel.param_info import ParamInfo
 from megatrain.config import (
     OptimizerConfig,
@@ -48,9 +49,8 @@ class RankState:
         buffers: Positions of its parameters and layout of each buffer; frozen ones are in none.
         param_bytes: Parameter buffers, and frozen parameters.
         grad_bytes: Gradient buffers.
-        optimizer_bytes: Moments, main parameters unless the parameters are float32, and moving
-            average of the weights, if there is one, of the rank's shard; where groups have
-            optimizers of other sizes, the mean over the shards.
+        optimizer_bytes: State of the optimizer, main parameters unless the parameters are float32,
+            and moving average of the weights, if there is one, of the rank's shard.
     """
 
     buffers: tuple[tuple[list[int], BufferPlan], ...]
@@ -59,12 +59,45 @@ class RankState:
     optimizer_bytes: int
 
 
-def memory_row_of(optimizer: OptimizerConfig, *, dtype: str) -> MemoryRow:
-    """Compute the bytes per parameter; ``dtype`` is that of the parameters, ``train.dtype``."""
+def memory_rows_of(optimizer: OptimizerConfig, *, dtype: str) -> dict[str, MemoryRow]:
+    """Compute the bytes per parameter, by kind of parameters; ``dtype`` is ``train.dtype``."""
     grads = dtype if optimizer.grad_dtype != "float32" else "float32"
-    return memory_row(
-        params=dtype, grads=grads, rule=optimizer.rule(), average=optimizer.ema_decay > 0
+    return {
+        kind: memory_row(params=dtype, grads=grads, rule=rule, average=optimizer.ema_decay > 0)
+        for kind, rule in optimizer.rule().rules_by_kind().items()
+    }
+
+
+def rule_of(optimizer: OptimizerConfig) -> Callable[[ParamInfo], UpdateRule]:
+    """Return the function that gives the update rule of a parameter."""
+    rule, param_groups = optimizer.rule(), optimizer.param_groups()
+    return lambda info: settings_of(info, param_groups, rule=rule, weight_decay=0.0).rule
+
+
+def mean_sharded_bytes(config: ResolvedConfig) -> float:
+    """Return the bytes of optimizer state and main parameter per parameter of the model."""
+    optimizer, model = config.optimizer, config.model
+    rows = memory_rows_of(optimizer, dtype=config.train.dtype)
+    if len(rows) == 1 and not optimizer.groups:
+        return float(next(iter(rows.values())).sharded)
+    infos = GPTInfos.of(model, config.moe).stage(
+        range(model.num_layers), has_embedding=True, has_head=True, mtp_layers=model.mtp_layers
     )
+    rule, param_groups = rule_of(optimizer), optimizer.param_groups()
+    numels, sums = 0, Fraction(0)
+    for info in infos.values():
+        if group_of(info.name, param_groups).frozen:
+            continue
+        numel = math.prod(info.full_shape)
+        numels += numel
+        sums += numel * rule(info).state_bytes
+    return float(_copy_bytes(config) + sums / max(1, numels))
+
+
+def _copy_bytes(config: ResolvedConfig) -> int:
+    """Return the bytes of main parameter and moving average per parameter of a shard."""
+    main = 4 if config.train.dtype != "float32" else 0
+    return main + (4 if config.optimizer.ema_decay > 0 else 0)
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:
@@ -77,13 +110,15 @@ def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]
 def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInfo]) -> RankState:
     """Plan the buffers of ``make_buffers`` for the parameters of a rank, which have one dtype."""
     dense, experts = ranks_per_buffer(config, world_size)
-    by_kind: dict[tuple[bool, bool], list[int]] = {}
-    param_groups, frozen = config.optimizer.param_groups(), 0
+    optimizer, rule = config.optimizer, rule_of(config.optimizer)
+    by_kind: dict[tuple[bool, bool, UpdateRule], list[int]] = {}
+    param_groups, frozen = optimizer.param_groups(), 0
     for position, info in enumerate(infos):
         if group_of(info.name, param_groups).frozen:
             frozen += frozen_numel(local_numel(config.parallel, info))
             continue
-        by_kind.setdefault((info.expert, info.sequence_parallel), []).append(position)
+        kind = info.expert, info.sequence_parallel, rule(info)
+        by_kind.setdefault(kind, []).append(position)
     buffers = tuple(
         (
             positions,
@@ -97,34 +132,21 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
                 pad_for_ring=config.optimizer.pad_for_ring,
             ),
         )
-        for (expert, _), positions in by_kind.items()
+        for (expert, _, _), positions in by_kind.items()
     )
+    owned = [plan.shard_numel if optimizer.distributed else plan.numel for _, plan in buffers]
+    row = next(iter(memory_rows_of(optimizer, dtype=config.train.dtype).values()))
+    copies = _copy_bytes(config)
+    rules = [rule for _, _, rule in by_kind]
     numel = sum(plan.numel for _, plan in buffers)
-    row = memory_row_of(config.optimizer, dtype=config.train.dtype)
-    optimizer_bytes = 0
-    for positions, plan in buffers:
-        owned = plan.shard_numel if config.optimizer.distributed else plan.numel
-        more = _more_state(config, [infos[position] for position in positions])
-        optimizer_bytes += int(owned * (row.sharded + more))
     return RankState(
         buffers=buffers,
         param_bytes=(numel + frozen) * row.param_bytes,
         grad_bytes=numel * row.grad_bytes,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=int(
+            sum(size * (copies + own.state_bytes) for size, own in zip(owned, rules, strict=True))
+        ),
     )
-
-
-def _more_state(config: ResolvedConfig, infos: Sequence[ParamInfo]) -> Fraction:
-    """Return the mean bytes of state that optimizers of groups add per element of a buffer."""
-    param_groups, base = config.optimizer.param_groups(), config.optimizer.rule().state_bytes
-    more, numel = Fraction(0), 0
-    for info in infos:
-        rule = group_of(info.name, param_groups).rule
-        own = local_numel(config.parallel, info)
-        numel += own
-        if rule is not None:
-            more += own * (rule.state_bytes - base)
-    return more / numel
 
 
 def local_numel(parallel: ParallelConfig, info: ParamInfo) -> int:

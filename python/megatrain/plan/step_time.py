@@ -10,6 +10,7 @@ from megacore.pipeline import Costs, Schedule, Timeline
 from megatrain.config.pipeline import schedule_info
 from megatrain.plan.cost import Cost, LayerCosts, Link, link
 from megatrain.plan.device import Device
+from megatrain.plan.matrix_time import matrix_time
 from megatrain.plan.schedules import cached_schedule, schedule_shape
 from megatrain.plan.spec import ModelSpec, RunSpec
 
@@ -246,11 +247,22 @@ def per_step(
     resident = owned if spec.zero == 3 else dense + experts
     traffic = owned * 32 + resident * 2 * spec.grad_bytes
     bandwidth = device.peak_hbm * device.memory_bound_optimizer
+    optimizer = traffic / bandwidth
+    if spec.matrix_rule is not None:
+        layers = [moe for stage in rank_stages for moe in _kinds(model, counts, stage)]
+        optimizer += matrix_time(model, spec, device, spec.matrix_rule, layers)
     return {
         "dp": exposed,
-        "optimizer": traffic / bandwidth,
+        "optimizer": optimizer,
         "host_step": device.host_step_ms * 1e-3,
     }
+
+
+def _kinds(model: ModelSpec, counts: Sequence[int], stage: int) -> Sequence[bool]:
+    """Return whether each layer of a stage has experts."""
+    first = sum(counts[:stage])
+    last = None if stage == len(counts) - 1 else first + counts[stage]
+    return model.moe_layers[first:last]
 
 
 def _sharded_exchange(

@@ -55,7 +55,7 @@ from megatrain.plan.layout import (
     train_schedule,
 )
 from megatrain.plan.routing import recorded_settings
-from megatrain.plan.state import check_param_groups
+from megatrain.plan.state import check_param_groups, rule_of
 from megatrain.routing_trace import Recorded, RoutingRecorder, RoutingReplay, RoutingTape
 from megatrain.train.control import NUM_VOTES
 from megatrain.train.diagnosis import NonFiniteSearch
@@ -393,8 +393,13 @@ def _make_buffers(
         timeout_s=config.run.timeout_s,
         host_memory=config.run.host_memory,
     )
-    options = optimizer.buffer_options()
-    buffers = make_buffers(trained, groups=groups, options=options, instances=instances)
+    buffers = make_buffers(
+        trained,
+        groups=groups,
+        options=optimizer.buffer_options(),
+        instances=instances,
+        kind_of=rule_of(optimizer),
+    )
     return buffers, FrozenParams(frozen)
 
 

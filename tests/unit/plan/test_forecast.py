@@ -485,3 +485,24 @@ def test_a_step_of_more_ranks_than_cores_takes_longer() -> None:
         for cores in (1, 2, 4, 0)
     )
     assert one > two > four == any_number
+
+
+def test_muon_is_predicted_with_its_bytes_and_products() -> None:
+    sections = {
+        "model": {"num_layers": 8, "hidden_size": 1024, "num_heads": 8, "vocab_size": 32000},
+        "train": {"dtype": "bfloat16", "global_batch_size": 32},
+    }
+    forecasts = []
+    for name in ("adamw", "muon"):
+        config = resolve(
+            Config(**sections, optimizer={"name": name}), 8, vocab_size=32000, cuda=True
+        )
+        model, spec = model_spec(config.model, config.moe), run_spec(config, 8)
+        found = step_time(model, spec, load_device("h100"))
+        [state] = state_bytes(config, 8)
+        forecasts.append((spec.state_bytes, state["optimizer"], found.parts["optimizer"]))
+    (per_param, owned, time), (less, fewer, longer) = forecasts
+    assert per_param == 12
+    assert 8 < less < 12
+    assert fewer / owned == pytest.approx(less / per_param, rel=0.01)
+    assert longer > time

@@ -39,7 +39,11 @@ BASE = MappingProxyType(
         "debug.trace_step": -1,
     }
 )
-BASES: dict[str, dict[str, Any]] = {"dense": {}, "experts": {"moe.num_experts": 4}}
+BASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"moe.num_experts": 4},
+    "muon": {"optimizer.name": "muon"},
+}
 # Another value of settings that are not switches or choices. None: tested elsewhere.
 OTHERS: dict[str, Any] = {
     **dict.fromkeys(("model.factory", "model.options", "train.loss", "train.callbacks")),
@@ -84,6 +88,9 @@ OTHERS: dict[str, Any] = {
     "optimizer.groups": [{"pattern": "layers.0.*", "optimizer": "none"}],
     "optimizer.beta2": 0.5,
     "optimizer.momentum": 0.5,
+    "optimizer.muon.adamw_lr": 1e-3,
+    "optimizer.muon.momentum": 0.5,
+    "optimizer.muon.num_iterations": 3,
     "optimizer.clip_grad": 0.01,
     "train.recompute": ["full"],
     "graphs.mode": "full",
@@ -141,6 +148,7 @@ CASES = [
     for key, info in ((f"{section}.{name}", info) for name, info in cls.by_key().items())
     for value in _other_values(key, BASE.get(key, info.default), info.annotation)
     for base in BASES
+    if base != "muon" or (key.startswith("optimizer.") and value != "muon")
 ]
 
 
@@ -265,6 +273,10 @@ SCALED: dict[str, Any] = {
         (
             {"optimizer.name": "lion", "optimizer.eps": 1e-6},
             *("optimizer.eps", "optimizer.name = lion"),
+        ),
+        (
+            {"optimizer.muon.momentum": 0.5},
+            *("optimizer.muon.momentum", "optimizer.name = adamw"),
         ),
         ({"optimizer.nesterov": True}, "optimizer.nesterov", "optimizer.name = adamw"),
         ({"train.on_spike": "stop"}, "train.on_spike", "train.steps = 4"),
