@@ -134,7 +134,7 @@ def test_experts_may_be_one_tensor_each() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"must be one of llama, .* to be imported, got 'gpt2'"),
+        ({"model_type": "falcon"}, r"must be one of llama, .* to be imported, got 'falcon'"),
         ({"attention_bias": True}, r"attention_bias in .* mixtral model must be False, got True"),
         (
             {"quantization_config": {"bits": 4}},
