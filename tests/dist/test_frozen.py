@@ -16,6 +16,7 @@ from megacore.optim import AdamW, Lion
 from megatrain.checkpoint import load_full_weights
 from megatrain.config import ResolvedConfig, load_config
 from megatrain.dry_run import dry_run
+from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.plan.run_plan import buffer_layouts, plan_run
 from megatrain.train.loop import train
 from megatrain.train.trainer import Trainer, build_trainer
@@ -321,6 +322,22 @@ def test_parameters_may_be_frozen_at_a_resume_and_need_new_weights_to_thaw(tmp_p
         run_folder(0, 1, tmp_path, {**run, "train.steps": 3})
     new = {"run.dir": str(tmp_path / "new"), "checkpoint.load_weights": str(tmp_path / "run")}
     run_folder(0, 1, tmp_path, {**new, "train.steps": 1})
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "hugging face"])
+def test_frozen_parameters_are_those_of_the_loaded_weights(tmp_path: Path, source: str) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    run_folder(0, 1, tmp_path, {"run.dir": str(tmp_path / "first"), "train.steps": 1})
+    place = tmp_path / "first"
+    if source == "hugging face":
+        export_checkpoint(place, tmp_path / "hf")
+        place = tmp_path / "hf"
+    second = {"run.dir": str(tmp_path / "second"), "checkpoint.load_weights": str(place)}
+    changes = {**second, **LAYER_0, "train.steps": 1, "parallel.tp": 2}
+    run_ranks(2, run_folder, 2, tmp_path, changes)
+    loaded, after = (load_full_weights(tmp_path / name)[1] for name in ("first", "second"))
+    for name, value in loaded.items():
+        assert torch.equal(value, after[name]) == name.startswith("layers.0."), name
 
 
 # ---- other optimizers ----------------------------------------------------------------------------
