@@ -155,15 +155,23 @@ def times_of(
         left: Operations whose kernels must not be used.
 
     Returns:
-        Seconds of both; the lowest of seven. ``None`` if a run of these sizes has no such call.
+        Seconds of both; the lowest of seven. ``None`` if a run of these sizes has no such call, or
+        the device has no memory for it.
 
     Sync:
         Waits for the device.
     """
-    calls = list(_timed_calls(name, device, sizes, dtype))
-    if not calls:
+    try:
+        calls = list(_timed_calls(name, device, sizes, dtype))
+        return _best_times(name, calls, device, left) if calls else None
+    except torch.OutOfMemoryError:
         return None
-    ways = [name for name in left], [*left, name]
+
+
+def _best_times(
+    name: str, calls: list[Call], device: torch.device, left: Collection[str]
+) -> tuple[float, float]:
+    ways = list(left), [*left, name]
     best = [float("inf")] * 2
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

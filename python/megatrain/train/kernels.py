@@ -16,6 +16,9 @@ from megacore.qualification import KernelChoice, Sizes, choose_kernels
 from megatrain.config import ResolvedConfig, ResolvedTrainConfig
 from megatrain.models.stage import Stage
 
+# Kernels are timed on at most these: more take memory and time, and the same side wins.
+_MOST_TOKENS = 8192
+
 
 def choose_run_kernels(
     config: ResolvedConfig, *, device: torch.device, world: Group
@@ -38,12 +41,13 @@ def choose_run_kernels(
 
 
 def run_sizes(config: ResolvedConfig) -> Sizes:
-    """Return the sizes of what operations get on a rank of a run."""
+    """Return the sizes of what operations get on a rank of a run, for at most 8,192 tokens."""
     model, moe, parallel = config.model, config.moe, config.parallel
     has_experts = moe.num_experts > 0
+    tokens = config.train.microbatch_size * model.seq_length // parallel.cp
     mlp = moe.ffn_hidden_size // parallel.etp if has_experts else model.ffn_hidden_size
     return Sizes(
-        tokens=config.train.microbatch_size * model.seq_length // parallel.cp,
+        tokens=min(tokens, _MOST_TOKENS),
         width=model.hidden_size,
         mlp=mlp if has_experts else mlp // parallel.tp,
         head_dim=model.head_dim,

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from megacore.ops.kernel_choice import LINEAR_MACS, leave_to_torch, left_operations
-from megacore.qualification import Verdict, choose_kernels, find_verdict, operation_names, verdict
+from megacore.qualification import (
+    Verdict,
+    choose_kernels,
+    compare,
+    find_verdict,
+    operation_names,
+    verdict,
+)
 from megacore.qualification.cases import AWKWARD, Draw, Sizes, calls_of
 from megacore.qualification.child import Request, events
 from megacore.qualification.compare import first_difference
@@ -132,6 +139,18 @@ def test_operations_are_timed_on_the_sizes_of_the_run() -> None:
     assert [name for _, name, *_ in found] == ["swiglu", "route"]
     assert all(ours > 0 and other > 0 for _, _, ours, other in found[:1])  # type: ignore[operator]
     assert found[1][2:] == [0.0, 0.0], "a run without experts routes nothing"
+
+
+def test_an_operation_without_memory_for_its_trial_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError(f"no room for {len(args)} tensors")
+
+    monkeypatch.setattr(compare, "calls_of", lambda *_: iter([(full, [])]))
+    sizes = Sizes(tokens=64, width=32, mlp=64, head_dim=16)
+    asked = request(sizes=sizes, timed=("gelu",))
+    assert list(events(asked)) == [["start", "gelu"], ["times", "gelu", 0.0, 0.0]]
 
 
 def test_an_operation_is_slower_by_more_than_noise() -> None:
