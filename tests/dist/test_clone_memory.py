@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.echo.memory import HostCloneMemory, make_clone_memory
+from megacore.moe.echo.slots import SlotBuffers
 from megacore.ops.echo_counts import BYTES_SENT
 from megacore.parallel import Topology
 from megacore.parallel.process_groups import ProcessGroups
@@ -130,3 +131,31 @@ def test_a_rank_that_has_gone_is_named() -> None:
     message, _ = run_ranks(2, lose_a_rank, timeout_s=60)
     assert "lost a peer" in message
     assert "rank 1" in message
+
+
+def try_faulty_memory(rank: int, way: str) -> list[str]:
+    groups = ProcessGroups.create(Topology(world_size=3, ep=3))
+    like = [home_weights(0, 0, projection) for projection in (FC1, FC2)]
+    assert len(SlotBuffers(SLOTS).memory(groups.ep, *like)) == 1
+    real = getattr(HostCloneMemory, way)
+
+    def faulty(memory: HostCloneMemory, projection: int, tensor: Tensor, plan: DevicePlan) -> None:
+        if way == "push":
+            real(memory, projection, tensor + (rank == 1), plan)
+            return
+        real(memory, projection, tensor, plan)
+        tensor += rank == 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCloneMemory, way, faulty)
+        with pytest.warns(UserWarning, match="exchanges clones by messages") as caught:
+            assert SlotBuffers(SLOTS).memory(groups.ep, *like) == ()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("way", "named"), [("push", "on rank 0"), ("collect", "on rank 1")])
+def test_memory_in_which_clones_do_not_arrive_is_not_used(way: str, named: str) -> None:
+    for (message,) in run_ranks(3, try_faulty_memory, way):
+        assert message.startswith("group ep exchanges clones by messages, not in memory of peers")
+        assert message.endswith(named)

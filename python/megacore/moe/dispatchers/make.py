@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -101,6 +102,9 @@ def make_peers(
         note = exchange_fault(peers, device)
         if not note:
             return peers
+        if transport == "auto":
+            text = f"group {group.name} exchanges rows by collectives, not in memory of peers"
+            warnings.warn(f"{text}: {note}", stacklevel=2)
     if transport == "peer":
         raise ConfigError(no_peers(note))
     return None

@@ -10,6 +10,7 @@ from megacore.errors import PeerLostError
 from megacore.moe.dispatchers.base import ExpertPlacement
 from megacore.moe.dispatchers.peer_memory import CopyMap, Peers
 from megacore.parallel.collectives import all_gather
+from megacore.parallel.process_groups import Group
 
 # Each row is several loads of a warp.
 _WIDTH = 256
@@ -23,17 +24,28 @@ def exchange_fault(peers: Peers, device: torch.device) -> str:
     Sync:
         Waits for the device and for all members.
     """
-    group = peers.group
     try:
         problem = _problem(peers, device)
     except (PeerLostError, RuntimeError) as error:
         problem = str(error).splitlines()[0]
+    return agreed_fault(problem, "a fault of an exchange of rows", peers.group, device)
+
+
+def agreed_fault(problem: str, elsewhere: str, group: Group, device: torch.device) -> str:
+    """Return the problem of the first rank that has one, with its number, or ``""``. Collective.
+
+    Args:
+        problem: That of this rank; empty without one.
+        elsewhere: Description of a problem of another rank.
+        group: The ranks.
+        device: Device for the exchange.
+    """
     mine = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
     gathered = mine.new_empty(group.size)
     all_gather(gathered, mine, group)
     found = host_values.read(gathered, "reachable memory of peers")
     bad = [rank for rank, is_bad in zip(group.ranks, found, strict=True) if is_bad]
-    return f"{problem or 'a fault of an exchange of rows'} on rank {bad[0]}" if bad else ""
+    return f"{problem or elsewhere} on rank {bad[0]}" if bad else ""
 
 
 def _problem(peers: Peers, device: torch.device) -> str:

@@ -50,6 +50,8 @@ class CloneMemory(ABC):
 
     Attributes:
         group: The ranks.
+        num_slots: k.
+        has_grads: Whether slots have gradients.
         layout: Layout of the memory, the same on all ranks.
     """
 
@@ -57,8 +59,8 @@ class CloneMemory(ABC):
         self, group: Group, num_slots: int, fc1: Tensor, fc2: Tensor, *, has_grads: bool = True
     ) -> None:
         self.group = group
-        self._num_slots = num_slots
-        self._has_grads = has_grads
+        self.num_slots = num_slots
+        self.has_grads = has_grads
         self._shapes = {FC1: fc1.shape[1:], FC2: fc2.shape[1:]}
         self._dtype = fc1.dtype
         self._grad_dtype = torch.promote_types(fc1.dtype, torch.float32)
@@ -68,12 +70,12 @@ class CloneMemory(ABC):
     def num_bytes(self) -> int:
         """Bytes of the weights and gradients in all slots of this rank."""
         numel = sum(shape.numel() for shape in self._shapes.values())
-        return self._num_slots * numel * (self._dtype.itemsize + self._grad_width)
+        return self.num_slots * numel * (self._dtype.itemsize + self._grad_width)
 
     @property
     def _grad_width(self) -> int:
         """Bytes of one element of a gradient."""
-        return self._grad_dtype.itemsize if self._has_grads else 0
+        return self._grad_dtype.itemsize if self.has_grads else 0
 
     def _slots_in(self, buffer: Tensor) -> dict[tuple[int, bool], Tensor]:
         """Create views of this rank's slots, ``(k, N, K)``, by (projection, is gradient).
@@ -83,10 +85,10 @@ class CloneMemory(ABC):
         """
         slots = {}
         for projection, one in self._shapes.items():
-            shape = (self._num_slots, *one)
+            shape = (self.num_slots, *one)
             at = self.layout.weights_offset(self.group.size, projection)
             slots[projection, False] = _view(buffer, at, self._dtype, shape)
-            if self._has_grads:
+            if self.has_grads:
                 at = self.layout.grads_offset(self.group.size, projection)
                 slots[projection, True] = _view(buffer, at, self._grad_dtype, shape)
         return slots
@@ -205,7 +207,7 @@ class HostCloneMemory(CloneMemory):
         return CloneTable(
             slot_expert=plan.slot_expert.data_ptr(),
             num_ranks=self.group.size,
-            num_slots=self._num_slots,
+            num_slots=self.num_slots,
             num_experts=plan.num_experts,
             position=self.group.position,
         )
@@ -313,7 +315,7 @@ class DeviceCloneMemory(CloneMemory):
             None if plan is None else plan.slot_expert,
             tensor,
             projection,
-            self._num_slots,
+            self.num_slots,
             self.group.size if plan is None else plan.num_experts,
             self.group.position,
             *(shape.numel() * self._dtype.itemsize for shape in self._shapes.values()),

@@ -11,6 +11,7 @@ Shapes: L home experts, k slots, N output features, K input features.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore import host_values
 from megacore.moe.echo.memory import CloneMemory, make_clone_memory
+from megacore.moe.echo.memory_trial import clone_fault
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group
 
@@ -151,12 +154,16 @@ class SlotBuffers:
             access each other's memory.
 
         Sync:
-            The first call is collective.
+            The first call is collective, and moves a pattern through the memory.
         """
         if self._memory is None:
-            self._memory = make_clone_memory(
-                group, self.num_slots, fc1, fc2, num_sets=len(self.sets)
-            )
+            memory = make_clone_memory(group, self.num_slots, fc1, fc2, num_sets=len(self.sets))
+            tried = memory if host_values.has_data(fc1) else ()
+            faults = [fault for each in tried if (fault := clone_fault(each, fc1, fc2))]
+            if faults:
+                text = f"group {group.name} exchanges clones by messages, not in memory of peers"
+                warnings.warn(f"{text}: {faults[0]}", stacklevel=2)
+            self._memory = () if faults else memory
         return self._memory
 
     def check(self) -> None:
