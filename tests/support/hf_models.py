@@ -255,6 +255,7 @@ NESTED_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
 }
+INDEXER = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 8}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -363,6 +364,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_pdrop": 0.0,
             "num_key_value_heads": ...,
         },
+    ),
+    "deepseek-v32": (
+        "DeepseekV32",
+        {**GLM4_MOE, **MLA, **INDEXER, "n_group": 4, "topk_group": 2},
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {**GLM4_MOE, **MLA, **INDEXER, "indexer_types": ["full", "shared", "full"]},
     ),
     "phi3, longrope": (
         "Phi3",

@@ -43,6 +43,29 @@ class MLAConfig(Section):
         description="Elements that are rotated; of keys, they are the same for all heads.",
     )
     v_head_dim: int = Field(default=128, ge=1, description="Elements of a value head.")
+    index_heads: int = Field(
+        default=0,
+        ge=0,
+        description="Heads of the indexer of sparse attention (DeepSeek-V3.2), whose weights are "
+        "kept but not used: up to `index_top_k` tokens, attention is dense. 0: none.",
+    )
+    index_head_dim: int = Field(default=128, ge=1, description="Elements of an indexer's head.")
+    index_top_k: int = Field(
+        default=2048,
+        ge=1,
+        description="Keys that sparse attention chooses for a query; with `index_heads`, the "
+        "longest `seq_length`.",
+    )
+    index_pattern: str = Field(
+        default="f",
+        description="Layers with an indexer (`f`) and without (`s`), repeated over the layers as "
+        "in `moe.layer_pattern`.",
+    )
+
+    @field_validator("index_pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        return check_pattern(pattern, "fs")
 
 
 class RopeScalingConfig(Section):
@@ -447,7 +470,12 @@ class ModelConfig(Section):
                 )
 
     def _check_mla(self) -> None:
-        """Check that no setting of grouped queries is set."""
+        """Check that no setting of grouped queries is set, and the length of sparse attention."""
+        if self.mla.index_heads and self.seq_length > self.mla.index_top_k:
+            raise ValueError(
+                f"seq_length must be at most mla.index_top_k = {self.mla.index_top_k}, up to which "
+                f"sparse attention is dense, got {self.seq_length}"
+            )
         defaults = {name: info.default for name, info in type(self).model_fields.items()}
         names = (
             "qk_norm",

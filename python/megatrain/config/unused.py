@@ -108,6 +108,11 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.model.mla.kv_rank == 0,
     ),
     UnusedRule(
+        keys=("model.mla.index_head_dim", "model.mla.index_top_k", "model.mla.index_pattern"),
+        reason="model.mla.index_heads",
+        holds=lambda config: config.model.mla.index_heads == 0,
+    ),
+    UnusedRule(
         keys=(f"{_OF_SCALING}.*",),
         but=(f"{_OF_SCALING}.type",),
         reason=f"{_OF_SCALING}.type",

@@ -147,3 +147,12 @@ GRANITE_FACTORS = (
     factor("residual_multiplier", "model.residual_factor", 1.0),
     factor("attention_multiplier", "model.attention_scale", 1.0),
 )
+
+
+def indexer(heads: int) -> tuple[Key, ...]:
+    """Return the entries of the indexer of sparse attention."""
+    return (
+        Key(theirs=("index_n_heads",), ours=("model.mla.index_heads",), default=heads),
+        Key(theirs=("index_head_dim",), ours=("model.mla.index_head_dim",), default=128),
+        Key(theirs=("index_topk",), ours=("model.mla.index_top_k",), default=2048),
+    )

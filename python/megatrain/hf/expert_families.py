@@ -20,6 +20,7 @@ from megatrain.hf.layer_rules import (
 )
 from megatrain.hf.option_rules import (
     HybridWidths,
+    IndexerKinds,
     LogitDivisor,
     OnlyAttention,
     PositionKind,
@@ -34,6 +35,20 @@ _GRANITE_EXPERTS = (
     Key(theirs=("intermediate_size",), ours=("moe.ffn_hidden_size", "model.ffn_hidden_size")),
     Key(theirs=("num_local_experts",), ours=("moe.num_experts",), default=8),
     replace(keys.TOP_K, default=2),
+)
+
+_DEEPSEEK_STATED = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_interleave": True,
+    "pretraining_tp": 1,
+    "moe_layer_freq": 1,
+}
+_SPARSE_RULES = (
+    LayerKinds(first=3, names=("mlp_layer_types", "first_k_dense_replace")),
+    SharedExperts(default=1),
+    RotatedWidth(),
+    OnlyAttention(kinds=("indexed_attention",)),
 )
 
 EXPERT_FAMILIES = (
@@ -325,5 +340,48 @@ EXPERT_FAMILIES = (
         stated={**keys.QK_NORM_STATED, "clip_qkv": None},
         implied={"model.qk_norm": "full"},
         rules=(RouterLoss(default=0.01), PaddingRow(default=1)),
+    ),
+    Family(
+        model_type="deepseek_v32",
+        people="DeepSeek-V3.2 up to 2,048 tokens",
+        special="as DeepSeek-V3; the indexer of sparse attention is kept, sequences of up to "
+        "index_topk tokens do not need it, longer ones are refused",
+        architecture="DeepseekV32ForCausalLM",
+        table=tables.DEEPSEEK_V32,
+        keys=(
+            *keys.mla(128),
+            *keys.DEEPSEEK_MOE_KEYS,
+            keys.scaling(2.5),
+            *keys.groups(8, 4),
+            keys.MTP_KEY,
+            *keys.indexer(64),
+        ),
+        fixed={**keys.FIXED, **keys.NO_BIAS},
+        stated=_DEEPSEEK_STATED,
+        implied=keys.DEEPSEEK_V3,
+        rules=(*_SPARSE_RULES, PaddingRow()),
+        ignored=keys.DEEPSEEK_IGNORED,
+        copies=tables.MTP_COPIES,
+    ),
+    Family(
+        model_type="glm_moe_dsa",
+        people="GLM-5 up to 2,048 tokens",
+        special="as DeepSeek-V3.2, with indexers of some layers",
+        architecture="GlmMoeDsaForCausalLM",
+        table=tables.DEEPSEEK_V32,
+        keys=(
+            *keys.mla(64, q_rank=2048, norm_eps=1e-5),
+            *keys.DEEPSEEK_MOE_KEYS,
+            keys.scaling(2.5),
+            *keys.groups(1, 1),
+            keys.MTP_KEY,
+            *keys.indexer(32),
+        ),
+        fixed={**keys.FIXED, **keys.NO_BIAS},
+        stated={**_DEEPSEEK_STATED, "indexer_rope_interleave": True},
+        implied=keys.DEEPSEEK_V3,
+        rules=(IndexerKinds(), *_SPARSE_RULES, PaddingRow()),
+        ignored=keys.DEEPSEEK_IGNORED,
+        copies=tables.MTP_COPIES,
     ),
 )

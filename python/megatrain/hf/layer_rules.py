@@ -95,8 +95,13 @@ class FirstDense:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKinds:
-    """Layers with experts by ``mlp_layer_types``; if it is missing, all but the first."""
+    """Layers with experts by ``mlp_layer_types``; if it is missing, all but the first ones.
 
+    Attributes:
+        first: Number of these; an entry of it may follow the names.
+    """
+
+    first: int = 1
     names: tuple[str, ...] = ("mlp_layer_types",)
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
@@ -107,7 +112,9 @@ class LayerKinds:
         """
         num_layers, kinds = values["model.num_layers"], config.get("mlp_layer_types")
         if kinds is None:
-            return {"moe.layer_pattern": "d(e)"}
+            first = config.get(self.names[1], self.first) if len(self.names) > 1 else self.first
+            first = checked(self.names[-1], first, int, least=0)
+            return {"moe.layer_pattern": f"{'d' * first}(e)" if first else "e"}
         letters = {"dense": "d", "sparse": "e"}
         is_list = isinstance(kinds, list) and len(kinds) >= num_layers
         if not is_list or not all(isinstance(kind, str) and kind in letters for kind in kinds):

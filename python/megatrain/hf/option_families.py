@@ -82,10 +82,10 @@ OPTION_FAMILIES = (
         keys=(
             *_GEMMA_SIZES,
             keys.FFN,
-            keys.limit("attn_logit_softcapping", "model.attention_softcap", None),
             keys.limit("final_logit_softcapping", "model.logit_softcap", None),
         ),
-        fixed={**_GEMMA_FIXED, **_GEMMA_GATE},
+        # An entry that `transformers` does not read.
+        fixed={**_GEMMA_FIXED, **_GEMMA_GATE, "attn_logit_softcapping": None},
         stated={**_CAUSAL, "hidden_act": "gelu_pytorch_tanh"},
         implied={**_GEMMA, **_BOTH, "model.qk_norm": "head"},
         rules=(

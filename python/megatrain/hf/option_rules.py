@@ -245,3 +245,47 @@ class InnerWidth:
     def write(self, values: Values) -> dict[str, Any]:
         """Return the width."""
         return {"n_inner": values["model.ffn_hidden_size"]}
+
+
+@dataclass(frozen=True)
+class IndexerKinds:
+    """Layers of GLM-5 with an indexer of their own, ``full``, or that of an earlier layer."""
+
+    names: tuple[str, ...] = (
+        "indexer_types",
+        "index_topk_pattern",
+        "index_topk_freq",
+        "index_skip_topk_offset",
+    )
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the pattern of layers with an indexer.
+
+        Raises:
+            MegacoreError: If the entries do not name a kind for each layer.
+        """
+        kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+        num_layers = values["model.num_layers"]
+        if kinds is None and pattern is not None:
+            kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+        if kinds is None:
+            every = checked("index_topk_freq", config.get("index_topk_freq", 1), int, least=0)
+            name = "index_skip_topk_offset"
+            offset = checked(name, config.get(name, 2), int, least=0)
+            kinds = [
+                "full" if max(layer - offset + 1, 0) % max(every, 1) == 0 else "shared"
+                for layer in range(num_layers)
+            ]
+        is_list = isinstance(kinds, list) and len(kinds) >= num_layers
+        if not is_list or not all(kind in ("full", "shared") for kind in kinds):
+            raise MegacoreError(
+                f"indexer_types in config.json must name full or shared for each of {num_layers} "
+                f"layers, got {kinds!r}"
+            )
+        letters = "".join(kind[0] for kind in kinds[:num_layers])
+        return {"model.mla.index_pattern": pattern_of(letters)}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return a kind for each layer."""
+        letters = letters_of(values["model.mla.index_pattern"], values["model.num_layers"])
+        return {"indexer_types": ["full" if kind == "f" else "shared" for kind in letters]}

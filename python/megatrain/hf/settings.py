@@ -114,7 +114,8 @@ def _read(
         width = values["model.hidden_size"] // heads
         values["model.head_dim"] = values.get("model.head_dim") or width
     longest = values["model.seq_length"]
-    values["model.seq_length"] = seq_length or min(longest, longest_unchunked(config) or longest)
+    limits = (longest_unchunked(config), values.get("model.mla.index_top_k"))
+    values["model.seq_length"] = seq_length or min(longest, *(each or longest for each in limits))
     try:
         return _sections(values)
     except ConfigError as error:

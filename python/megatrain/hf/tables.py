@@ -319,3 +319,14 @@ GPT2 = _without_prefix(
         "mlp.down_bias": row(f"{_H}.mlp.c_proj.bias"),
     }
 )
+
+# Sparse attention, which is dense up to a length: the weights of the indexer are kept.
+_I = f"{LAYER}.self_attn.indexer"
+DEEPSEEK_V32 = {
+    **DEEPSEEK,
+    "attention.indexer.q_up": row(f"{_I}.wq_b.weight"),
+    "attention.indexer.k": row(f"{_I}.wk.weight"),
+    "attention.indexer.k_norm": row(f"{_I}.k_norm.weight"),
+    "attention.indexer.k_norm_bias": row(f"{_I}.k_norm.bias"),
+    "attention.indexer.weights": row(f"{_I}.weights_proj.weight"),
+}

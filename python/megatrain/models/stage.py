@@ -14,6 +14,7 @@ from megacore.moe.layer import MoELayer
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
+from megatrain.models.attention.mla import Indexer
 from megatrain.models.init import ParamFactory
 from megatrain.models.layers import ModelContext
 from megatrain.models.mappings import Region
@@ -144,8 +145,14 @@ class Stage(nn.Module):
         }
 
     def buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
-        """Return state that is checkpointed but not optimized: the expert biases."""
-        return [
+        """Return state that is checkpointed but not optimized: expert biases and indexers."""
+        indexers = [
+            pair
+            for module in self.modules()
+            if isinstance(module, Indexer)
+            for pair in module.buffer_infos()
+        ]
+        return indexers + [
             (
                 ParamInfo(
                     name=f"layers.{index}.moe.expert_bias",

@@ -248,6 +248,13 @@ def test_attention_in_chunks_is_plain_up_to_its_length() -> None:
         sections_from_hf(LLAMA | {"dual_chunk_attention_config": {"chunk_size": 48}})
 
 
+def test_sparse_attention_is_refused_beyond_the_tokens_it_chooses() -> None:
+    config = tiny_config("deepseek-v32") | {"model_type": "deepseek_v32", "index_topk": 12}
+    assert sections_from_hf(config)[0].seq_length == 12
+    with pytest.raises(MegacoreError, match=r"seq_length must be at most mla.index_top_k = 12"):
+        sections_from_hf(config, seq_length=13)
+
+
 def test_one_error_has_all_refusals() -> None:
     wrong = {"alpha": 1, "beta": "x", "hidden_act": "gelu", "rms_norm_eps": "small"}
     config = LLAMA | wrong | {"rope_scaling": {"type": "mrope"}, "pad_token_id": 1.5}

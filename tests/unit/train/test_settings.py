@@ -60,6 +60,7 @@ OTHERS: dict[str, Any] = {
     "moe.layer_pattern": "de",
     "model.window_pattern": "wf",
     "model.rotation_pattern": "rn",
+    "model.mla.index_pattern": "fs",
     "model.learned_positions": 256,
     "model.dropout": 0.2,
     "model.rotary_fraction": 0.5,
@@ -329,6 +330,9 @@ def test_every_rule_is_of_settings_that_exist() -> None:
         ({"optimizer.warmup": 4}, None),
         ({"optimizer.lr": 0.0}, "no weight changes"),
         ({"model.num_mtp_layers": 1, "model.mtp_loss_coef": 0.0}, "are not trained"),
+        ({"model.activation": "relu2"}, 'no fused kernel for model.activation = "relu2"'),
+        ({"model.norm_plus_one": True, "train.dtype": "bfloat16"}, "model.norm_plus_one in this"),
+        ({"model.norm_plus_one": True}, None),
     ],
 )
 def test_surprising_settings_are_noted(

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from megacore.ops.dense import rms_norm
 from megacore.ops.rotation import rotate
 from megacore.parallel.batch import Documents
+from megacore.parallel.param_info import ParamInfo
 from megatrain.config import ModelConfig
+from megatrain.config.base import letter_of_layer
 from megatrain.models.attention.blockwise import ScoreRule
 from megatrain.models.attention.context_parallel import Masks, attend, needs_order
 from megatrain.models.attention.exchange import gather
@@ -56,6 +58,9 @@ class LatentAttention(nn.Module):
             self.q_up = ColumnLinear.of(infos, f"{name}.q_up", context=context, enters=False)
         self.kv_up = ColumnLinear.of(infos, f"{name}.kv_up", context=context, enters=False)
         self.output = RowLinear.of(infos, f"{name}.output", context=context)
+        self.indexer = None
+        if mla.index_heads and letter_of_layer(mla.index_pattern, layer) == "f":
+            self.indexer = Indexer(name, context)
         # Set while a text is generated.
         self.past: Past | None = None
 
@@ -128,6 +133,38 @@ class LatentAttention(nn.Module):
         mixed_SBNV = torch.einsum("sbnc,nvc->sbnv", mixed_SBNC, up_NXC[:, mla.nope_head_dim :])
         output: Tensor = self.output(mixed_SBNV.flatten(2))
         return output
+
+
+class Indexer(nn.Module):
+    """Weights of the indexer of sparse attention, which are checkpointed but not used or trained.
+
+    Attention to as many tokens as it chooses needs no choice.
+    """
+
+    def __init__(self, name: str, context: ModelContext) -> None:
+        super().__init__()
+        mla, hidden = context.config.mla, context.shape.hidden
+        shapes = {
+            "q_up": (mla.index_heads * mla.index_head_dim, mla.q_rank),
+            "k": (mla.index_head_dim, hidden),
+            "k_norm": (mla.index_head_dim,),
+            "k_norm_bias": (mla.index_head_dim,),
+            "weights": (mla.index_heads, hidden),
+        }
+        self.infos = {
+            part: ParamInfo(
+                name=f"{name}.indexer.{part}", full_shape=shape, tp_dim=None, weight_decay=False
+            )
+            for part, shape in shapes.items()
+        }
+        params = context.params
+        for part, shape in shapes.items():
+            zeros = torch.zeros(shape, dtype=params.dtype, device=params.device)
+            self.register_buffer(part, zeros)
+
+    def buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
+        """Return the weights with their descriptions."""
+        return [(info, getattr(self, part)) for part, info in self.infos.items()]
 
 
 class LatentProjection(nn.Module):
