@@ -140,6 +140,10 @@ def _stream(
                     begin = fed = end - (limit + 1) // 2
                     for past in pasts:
                         past.clear()
+                elif model.tables.switches(fed - begin, end - begin):
+                    fed = begin  # kept keys have the old rotation
+                    for past in pasts:
+                        past.clear()
                 tokens_BS = torch.tensor([row[fed:end] for row in rows], device=model.device)
                 batch = _batch(tokens_BS)
                 logits_BV = model.logits(None, batch, last_only=True, start=fed - begin)[:, 0]

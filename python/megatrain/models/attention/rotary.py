@@ -141,6 +141,12 @@ class RotaryTables(nn.Module):
                 self.cos, self.sin = cos.to(self.cos.dtype), sin.to(self.sin.dtype)
         return self.cos, self.sin
 
+    def switches(self, before: int, after: int) -> bool:
+        """Return whether ``longrope`` rotates a sequence in another way once it has grown."""
+        scaling = self._config.rope_scaling
+        original = scaling.original_seq_length or 0
+        return scaling.type == "longrope" and before <= original < after
+
     def share(self, sequence: int, region: Region) -> tuple[Tensor, Tensor]:
         """Return the tables at the positions of this cp rank's tokens of a sequence."""
         cos, sin = self(sequence)
