@@ -113,8 +113,10 @@ test-python: $(VENV)/.tools install
 test-campaigns: $(VENV)/.tools install
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m campaign $(CAMPAIGNS)
 
+CUDA_ARCHS ?= 80,90a,100a,120a
+
 cuda:
-	$(MAKE) install MEGACORE_CUDA=ON
+	$(MAKE) install MEGACORE_CUDA=ON MEGACORE_CUDA_ARCHS=$(CUDA_ARCHS)
 	$(MAKE) $(VENV)/.tools
 	$(BIN)/python -m pytest tests/unit/test_stubs.py tests/unit/test_native_modules.py tests/unit/ops
 

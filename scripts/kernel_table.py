@@ -2,7 +2,9 @@
 
     cmake --preset cuda && python scripts/kernel_table.py > benchmarks/results/kernels.txt
 
-Compiles each file of CUDA code once more, with the options of build/cuda; needs no GPU.
+Compiles each file of CUDA code once more, with the options of build/cuda; needs no GPU. The last
+line has the highest spills of each architecture and the number of warnings, which standard error
+shows.
 """
 
 from __future__ import annotations
@@ -64,20 +66,29 @@ def main() -> None:
     print(f"{len(commands)} files, nvcc {re.search(r'V([0-9.]+)', version)[1]}")
     print("registers per thread; bytes of stack frame, spills (stores + loads) and shared memory")
     print(f"{'reg':>4} {'stack':>6} {'spill':>6} {'shared':>7}  arch   kernel")
+    highest: dict[str, int] = {}
+    warnings: list[str] = []
     for command in sorted(commands, key=lambda each: each["file"]):
         print(f"{Path(command['file']).name}", file=sys.stderr)
         rows = []
-        for found in REPORT.finditer(report(command)):
+        text = report(command)
+        warnings += [line for line in text.splitlines() if "warning" in line.lower()]
+        for found in REPORT.finditer(text):
             shared = re.search(r"(\d+) bytes smem", found["rest"])
             spills = int(found["stores"]) + int(found["loads"])
+            arch = found["arch"].removeprefix("sm_")
+            highest[arch] = max(spills, highest.get(arch, 0))
             rows.append(
                 f"{found['registers']:>4} {found['stack']:>6} {spills:>6} "
-                f"{shared[1] if shared else 0:>7}  {found['arch'].removeprefix('sm_'):5}  "
+                f"{shared[1] if shared else 0:>7}  {arch:5}  "
                 f"{readable(found['name'])}"
             )
         print(f"\n{Path(command['file']).name}")
         for row, count in sorted(Counter(rows).items(), key=lambda each: (each[0][26:], each[0])):
             print(row + (f" ({count} kernels)" if count > 1 else ""), flush=True)
+    print(*warnings, sep="\n", file=sys.stderr)
+    spills = ", ".join(f"{count} on {arch}" for arch, count in sorted(highest.items()))
+    print(f"\nhighest spills: {spills}; {len(warnings)} warnings")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from megacore.ops.kernel_facts import Fp8Products, kernel_text
 from megatrain.cli.doctor import _grouped_products
 
 BOTH = KernelBuild(archs=("90a", "100a"), grouped=("90a", "100a"), cuda=13000)
+# Of `make cuda`.
+FOUR = KernelBuild(archs=("80", "90a", "100a", "120a"), grouped=("90a", "100a"), cuda=13000)
 DEVICES = {
     "A100": (8, 0),
     "L40S": (8, 9),
@@ -93,6 +95,11 @@ def test_doctor_asks_for_headers_only_where_they_would_help() -> None:
         ),
         ("L40S", KernelBuild(archs=("80",), cuda=13000), "sm_80, grouped products one per expert"),
         ("H100", KernelBuild(), "none: megacore was installed without CUDA kernels"),
+        ("A100", FOUR, "sm_80, grouped products one per expert"),
+        ("L40S", FOUR, "sm_80, grouped products one per expert"),
+        ("RTX 4090", FOUR, "sm_80, grouped products one per expert"),
+        ("H100", FOUR, "sm_90a, grouped products native"),
+        ("B200", FOUR, "sm_100a, grouped products native"),
     ],
 )
 def test_the_line_names_what_runs(name: str, build: KernelBuild, expected: str) -> None:
