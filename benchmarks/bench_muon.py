@@ -5,7 +5,8 @@
 ``balance``: the work of the fullest rank against the least possible for lists of Llama's matrices,
 computed without ranks. ``time``: a step of the optimizer on one process against the same matrix
 products alone (made by ``torch.addmm`` on buffers of their own) plus a step of AdamW on the other
-parameters; best of the rounds, in turns.
+parameters; processor time, best of the
+rounds, in turns.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ def balance_table() -> str:
 
 
 def best_of(rounds: int, *steps: Callable[[], None]) -> list[float]:
-    """Return the shortest time of each step, seconds; they take turns."""
+    """Return the shortest processor time of each step, seconds; they take turns."""
     found = [math.inf] * len(steps)
     for _ in range(rounds):
         for number, step in enumerate(steps):
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            found[number] = min(found[number], time.perf_counter() - start)
+            found[number] = min(found[number], time.process_time() - start)
     return found
 
 

@@ -22,6 +22,7 @@ def make_buffers(
     options: BufferOptions | None = None,
     instances: HybridShardGroups | None = None,
     kind_of: Callable[[ParamInfo], Hashable] | None = None,
+    unit_of: Callable[[ParamInfo], int] | None = None,
 ) -> list[ParamGradBuffer]:
     """Assign parameters to buffers, one per dtype and kind (see :func:`buffer_kind`).
 
@@ -38,6 +39,8 @@ def make_buffers(
         instances: Groups of hybrid sharding. Default: one instance.
         kind_of: Parameters for which this differs get buffers of their own. With that of their
             update rules, every rank has an equal share of each rule's state.
+        unit_of: Elements of a parameter that ranks do not divide, such as the blocks of a rule; a
+            power of two. Default: 1.
 
     Raises:
         TypeError: If ``params`` holds no pairs, or ``options`` is not a ``BufferOptions``.
@@ -48,10 +51,11 @@ def make_buffers(
     check_options(options, BufferOptions, "options")
     if instances is None:
         instances = HybridShardGroups.split(groups, 1)
-    by_key: dict[tuple[torch.dtype, bool, bool, Hashable], list[int]] = {}
+    by_key: dict[tuple[torch.dtype, bool, bool, int, Hashable], list[int]] = {}
     for position, (info, param) in enumerate(params):
         kind = None if kind_of is None else kind_of(info)
-        by_key.setdefault((param.dtype, *buffer_kind(info), kind), []).append(position)
+        unit = 1 if unit_of is None else unit_of(info)
+        by_key.setdefault((param.dtype, *buffer_kind(info), unit, kind), []).append(position)
     return [
         ParamGradBuffer(
             [params[position] for position in positions],
@@ -66,8 +70,9 @@ def make_buffers(
             grad_scale=(groups.expert_holders if expert else groups.holders).size
             / groups.dp_cp.size,
             positions=positions,
+            unit=unit,
         )
-        for (dtype, expert, _, _), positions in by_key.items()
+        for (dtype, expert, _, unit, _), positions in by_key.items()
     ]
 
 

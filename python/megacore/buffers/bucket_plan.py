@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megacore import _core
@@ -19,6 +20,7 @@ def plan_buckets(
     param_alignment: int = 64,
     bucket_alignment: int | None = None,
     pad_for_ring: bool = False,
+    unit: int = 1,
 ) -> BufferPlan:
     """Lay out parameters in one buffer and split it into buckets.
 
@@ -39,6 +41,8 @@ def plan_buckets(
             Default: the least common multiple of ``dp_size`` and 128.
         pad_for_ring: Also pad buckets to multiples of 2^16 elements, so that the messages of a ring
             are multiples of a large power of two, which is faster on some networks.
+        unit: Elements of parameters that ranks do not divide; a power of two. It raises both
+            alignments.
 
     Returns:
         A plan with ``numel``, ``buckets``, ``param_range(i)``, ``shard(dp_rank)`` and more; all
@@ -55,6 +59,9 @@ def plan_buckets(
         >>> [(piece.param_index, piece.param_start, piece.param_end) for piece in plan.shard(1)]
         [(1, 1, 5)]
     """
+    if unit > 1:
+        param_alignment = math.lcm(param_alignment, unit)
+        bucket_alignment = math.lcm(bucket_alignment or 128, dp_size * unit)
     return _core.plan_buckets(
         numels,
         dp_size=dp_size,

@@ -76,6 +76,8 @@ class ParamGradBuffer:
             are scaled before the sum, which keeps sums small.
         positions: Position of each parameter in the registration order of the whole model, for the
             order of buckets of several buffers; increasing. Default: from 0.
+        unit: Elements of parameters that ranks do not divide; see
+            :func:`megacore.buffers.plan_buckets`.
 
     Attributes:
         plan: Layout of both buffers and the shards of ``dp_group``.
@@ -111,6 +113,7 @@ class ParamGradBuffer:
         across: Group | None = None,
         average_in_collective: bool = True,
         positions: Sequence[int] | None = None,
+        unit: int = 1,
     ) -> None:
         check_params(params, grad_dtype)
         self.params = tuple(params)
@@ -130,7 +133,9 @@ class ParamGradBuffer:
             bucket_numel=bucket_numel,
             shared=shared,
             pad_for_ring=pad_for_ring,
+            unit=unit,
         )
+        self.unit = unit
         self.shard_plan, self.shard_rank = self.plan, dp_group.position
         if not distributed:
             self.shard_rank = 0
@@ -140,6 +145,7 @@ class ParamGradBuffer:
                 bucket_numel=self.plan.bucket_numel,
                 shared=shared,
                 bucket_alignment=self.plan.bucket_alignment,
+                unit=unit,
             )
         first = self.params[0][1]
         self._grad_window = self._make_window(grad_dtype)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megacore.optim.param_group import ParamGroup
     from megacore.optim.rules.adam import Adam
     from megacore.optim.rules.adamw import AdamW
+    from megacore.optim.rules.adamw_8bit import AdamW8bit
     from megacore.optim.rules.lion import Lion
     from megacore.optim.rules.muon import Muon
     from megacore.optim.rules.sgd import SGD
@@ -29,6 +30,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "DistributedOptimizer",
     "FrozenParams",
     "Lion",
@@ -56,6 +58,7 @@ __all__ = [
 _HOMES = {
     "Adam": "rules.adam",
     "AdamW": "rules.adamw",
+    "AdamW8bit": "rules.adamw_8bit",
     "DistributedOptimizer": "distributed_optimizer",
     "FrozenParams": "frozen",
     "Lion": "rules.lion",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class ParamPiece:
         end: One past the last element.
         tensors: Views of the optimizer's own storage, ``(end - start,)``: ``"main_param"`` (fp32)
             and the state of its rule, as ``"exp_avg"`` and ``"exp_avg_sq"`` of AdamW (fp32 or
-            bfloat16). Read these to save; fill them in place to load.
+            bfloat16); fewer values where one is for a block of the last dimension. Read these to
+            save; fill them in place to load.
     """
 
     info: ParamInfo
@@ -95,6 +97,8 @@ class OptimizerShard:
             settings_of(info, param_groups, rule=rule, weight_decay=weight_decay)
             for info, _ in buffer.params
         ]
+        for (info, param), of in zip(buffer.params, own, strict=True):
+            _check_unit(buffer, info, param.shape, of.rule)
         self.all_rules = {of.rule for of in own}
         marked = [(piece, own[piece.param_index]) for piece in buffer.owned_pieces()]
         runs = [(run, own[run[0].param_index]) for run in merge_neighbours(marked)]
@@ -104,7 +108,9 @@ class OptimizerShard:
             self._used = dict.fromkeys(self._used, buffer.shard_plan.shard_numel)
         self._storage = {
             rule: {
-                tensor.name: torch.zeros(numel, dtype=getattr(torch, tensor.dtype), device=device)
+                tensor.name: torch.zeros(
+                    numel // tensor.elements, dtype=getattr(torch, tensor.dtype), device=device
+                )
                 for tensor in rule.state
             }
             for rule, numel in self._used.items()
@@ -203,6 +209,7 @@ class OptimizerShard:
     def _make_run(self, run: tuple[ShardPiece, ...], own: ParamSettings, at: slice) -> _Run:
         world = slice(run[0].world_start, run[-1].world_end)
         local = slice(run[0].local_start, run[-1].local_end)
+        elements = {tensor.name: tensor.elements for tensor in own.rule.state}
         in_buffer = self.buffer.param_data[world]
         storage = self._storage[own.rule]
         return _Run(
@@ -212,9 +219,32 @@ class OptimizerShard:
             values=UpdatePiece(
                 param=in_buffer if self._main is None else self._main[local],
                 grad=self.buffer.grad_data[world],
-                state={name: values[at] for name, values in storage.items()},
+                state={
+                    name: values[at.start // elements[name] : at.stop // elements[name]]
+                    for name, values in storage.items()
+                },
                 copy_out=None if self._main is None else in_buffer,
                 lr_scale=own.lr_scale,
                 weight_decay=own.weight_decay,
             ),
+        )
+
+
+def _check_unit(
+    buffer: ParamGradBuffer, info: ParamInfo, shape: Sequence[int], rule: UpdateRule
+) -> None:
+    """Check that ranks divide no block of a parameter."""
+    unit = rule.unit
+    if unit == 1:
+        return
+    if shape[-1] % unit:
+        raise ValueError(
+            f"{type(rule).__name__} has blocks of {unit} elements, but {info.name} has "
+            f"{shape[-1]} columns on a rank; use a tensor-parallel size that leaves a multiple of "
+            f"{unit}, or blocks of {math.gcd(shape[-1], unit)}"
+        )
+    if buffer.unit % unit:
+        raise ValueError(
+            f"{type(rule).__name__} has blocks of {unit} elements, which ranks divide in this "
+            "buffer; give make_buffers unit_of=lambda info: rule.rule_for(info)[0].unit"
         )

@@ -52,7 +52,7 @@ class UpdatePiece:
     Attributes:
         param: Main parameters, ``(n,)``, fp32.
         grad: Reduced gradients, ``(n,)``, fp32 or of 16 bits, before clipping.
-        state: State by name, ``(n,)``, in its number formats.
+        state: State by name, ``(n,)`` or a value for each block, in its number formats.
         copy_out: Receives the rounded parameters, ``(n,)``, of 16 bits; ``None`` if the parameters
             are fp32.
         lr_scale: Factor on the learning rate.
@@ -76,16 +76,20 @@ class UpdatePiece:
         return UpdatePiece(
             param=self.param[start:end],
             grad=self.grad[start:end],
-            state={name: values[start:end] for name, values in self.state.items()},
+            state={name: self._cut(values, start, end) for name, values in self.state.items()},
             copy_out=None if self.copy_out is None else self.copy_out[start:end],
             lr_scale=self.lr_scale,
             weight_decay=self.weight_decay,
         )
 
+    def _cut(self, values: Tensor, start: int, end: int) -> Tensor:
+        elements = self.numel // values.numel()
+        return values[start // elements : end // elements]
+
     def blocks(self) -> Iterator[UpdatePiece]:
         """Yield the elements in blocks, in order."""
         for start in range(0, self.numel, _BLOCK):
-            yield self.part(start, start + _BLOCK)
+            yield self.part(start, min(start + _BLOCK, self.numel))
 
     def rates(self, control: Tensor) -> Rates:
         """Return the numbers of a step."""
@@ -117,9 +121,8 @@ class UpdatePiece:
         after = {name: values.to(torch.float32, copy=True) for name, values in before.items()}
         state = {name: after[name] for name in self.state}
         step(after[""], self.scaled_grad(control), state, rates)
-        is_applied = control[ControlAt.IS_APPLIED] != 0.0
         for name, old in before.items():
-            old.copy_(torch.where(is_applied, after[name].to(old.dtype), old))
+            self.keep(old, after[name], control)
         self.write_copy()
 
     def direction(
@@ -154,11 +157,19 @@ class UpdatePiece:
             None on CUDA.
         """
         rates = self.rates(control)
-        is_applied = control[ControlAt.IS_APPLIED] != 0.0
         for block, step in zip(self.blocks(), torch.split(update, _BLOCK), strict=True):
             moved = (block.param * rates.keep).sub_(step * rates.lr)
-            block.param.copy_(torch.where(is_applied, moved, block.param))
+            self.keep(block.param, moved, control)
         self.write_copy()
+
+    def keep(self, old: Tensor, new: Tensor, control: Tensor) -> None:
+        """Overwrite a tensor of the state unless the step is skipped.
+
+        Sync:
+            None.
+        """
+        is_applied = control[ControlAt.IS_APPLIED] != 0.0
+        old.copy_(torch.where(is_applied, new.to(old.dtype), old))
 
     def write_copy(self) -> None:
         """Round the main parameters into the buffer, if they are a copy."""

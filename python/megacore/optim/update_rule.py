@@ -19,26 +19,29 @@ if TYPE_CHECKING:
     from megacore.optim.update_piece import Rates, UpdatePiece
     from megacore.parallel.param_info import ParamInfo
 
-StateDtype = Literal["float32", "bfloat16"]
+MomentDtype = Literal["float32", "bfloat16"]
+StateDtype = Literal[MomentDtype, "uint8"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:
-    """One tensor of an optimizer's state, zero at first: a value for each element.
+    """One tensor of an optimizer's state, zero at first: a value for each element or block.
 
     Attributes:
         name: Its name in checkpoints.
         dtype: Number format in memory. A step computes with fp32 values and rounds them back.
+        elements: Elements of a parameter for each value; above 1 see :attr:`UpdateRule.unit`.
     """
 
     name: str
     dtype: StateDtype = "float32"
+    elements: int = 1
 
     @property
     def bytes_per_element(self) -> Fraction:
         """Bytes per element of a parameter."""
-        return Fraction(DTYPE_BYTES[self.dtype])
+        return Fraction(1 if self.dtype == "uint8" else DTYPE_BYTES[self.dtype], self.elements)
 
 
 class UpdateRule(ABC):
@@ -66,6 +69,11 @@ class UpdateRule(ABC):
     def decays(self) -> tuple[float, float]:
         """Decays of first and second moment, for the bias corrections of :class:`Rates`."""
         return 0.0, 0.0
+
+    @property
+    def unit(self) -> int:
+        """Elements of the last dimension that ranks do not divide; a power of two."""
+        return 1
 
     @property
     def state_bytes(self) -> Fraction:

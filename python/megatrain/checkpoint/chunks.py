@@ -8,7 +8,7 @@ box, so it is divided into a few boxes, the units of `torch.distributed.checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,25 +61,38 @@ def chunks_of(
         groups: Process groups of this rank.
         max_numel: Largest number of elements of a box.
     """
-    chunks = []
-    for piece in pieces:
-        where = ShardPosition.of(piece.info, groups)
-        corner = where.offsets(piece.info)
-        shape = piece.info.local_shape(where.tp_size, ep_size=where.ep_size)
-        start = 0
-        for offsets, sizes in boxes_of_range(shape, piece.start, piece.end, max_numel=max_numel):
-            end = start + math.prod(sizes)
-            chunks += [
-                Chunk(
-                    key=tensor_key(kind, piece.info.name),
-                    full_shape=piece.info.full_shape,
-                    offsets=tuple(map(sum, zip(corner, offsets, strict=True))),
-                    tensor=values[start:end].view(sizes),
-                )
-                for kind, values in piece.tensors.items()
-            ]
-            start = end
-    return chunks
+    return [
+        chunk
+        for piece in pieces
+        for kind, values in piece.tensors.items()
+        for chunk in _chunks_of_tensor(piece, kind, values, groups, max_numel=max_numel)
+    ]
+
+
+def _chunks_of_tensor(
+    piece: ParamPiece, kind: str, values: Tensor, groups: ProcessGroups, *, max_numel: int
+) -> Iterator[Chunk]:
+    """Divide one tensor of a piece, which has a value for each element or block of the columns."""
+    info, elements = piece.info, (piece.end - piece.start) // max(1, values.numel()) or 1
+    where = ShardPosition.of(info, groups)
+    corner = _in_blocks(where.offsets(info), elements)
+    shape = _in_blocks(info.local_shape(where.tp_size, ep_size=where.ep_size), elements)
+    first, start = piece.start // elements, 0
+    boxes = boxes_of_range(shape, first, first + values.numel(), max_numel=max_numel)
+    for offsets, sizes in boxes:
+        end = start + math.prod(sizes)
+        yield Chunk(
+            key=tensor_key(kind, info.name),
+            full_shape=_in_blocks(info.full_shape, elements),
+            offsets=tuple(map(sum, zip(corner, offsets, strict=True))),
+            tensor=values[start:end].view(sizes),
+        )
+        start = end
+
+
+def _in_blocks(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """Divide the last of some sizes by the elements of a block."""
+    return sizes if elements == 1 else (*sizes[:-1], sizes[-1] // elements)
 
 
 def boxes_of_range(

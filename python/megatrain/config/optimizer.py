@@ -14,6 +14,7 @@ from megacore.optim.options import RateOptions
 from megacore.optim.param_group import ParamGroup
 from megacore.optim.rules.adam import Adam
 from megacore.optim.rules.adamw import AdamW
+from megacore.optim.rules.adamw_8bit import AdamW8bit
 from megacore.optim.rules.lion import Lion
 from megacore.optim.rules.muon import CoefficientSet, Muon, Scale
 from megacore.optim.rules.sgd import SGD
@@ -97,7 +98,7 @@ class ParamGroupConfig(Section):
     pattern: str = Field(
         min_length=1, description="Shell-style pattern of names, as in `layers.*.mlp.*`."
     )
-    optimizer: Literal["none", "adamw", "adam", "sgd", "lion", "muon"] | None = Field(
+    optimizer: Literal["none", "adamw", "adam", "sgd", "lion", "muon", "adamw_8bit"] | None = Field(
         default=None,
         description="Their optimizer; `none` freezes them. Default: that of the run.",
     )
@@ -147,10 +148,11 @@ class ParamGroupConfig(Section):
 class OptimizerConfig(Section):
     """``[optimizer]``: update rule, learning rate schedule, gradient clipping, ZeRO-1."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = Field(
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "adamw_8bit"] = Field(
         default="adamw",
         description="The optimizer. Weight decay is a part of the gradient in `adam` and `sgd`, "
-        "as in `torch.optim`. `muon` has settings in `[optimizer.muon]`.",
+        "as in `torch.optim`. `muon` has settings in `[optimizer.muon]`. `adamw_8bit` "
+        "stores moments of matrices in 8 bits.",
     )
     factory: str | None = Field(
         default=None,
@@ -322,6 +324,8 @@ class OptimizerConfig(Section):
             return Lion(beta1=self.beta1, beta2=self.beta2, moments_dtype=dtype)
         adam = Adam if self.name == "adam" else AdamW
         rule = adam(beta1=self.beta1, beta2=self.beta2, eps=self.eps, moments_dtype=dtype)
+        if self.name == "adamw_8bit":
+            return AdamW8bit(beta1=self.beta1, beta2=self.beta2, eps=self.eps, others=rule)
         return self._muon(others=rule) if self.name == "muon" else rule
 
     def _muon(self, *, others: UpdateRule) -> Muon:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megacore._core import BufferPlan, plan_buckets
+from megacore._core import BufferPlan
+from megacore.buffers.bucket_plan import plan_buckets
 from megacore.errors import ConfigError
 from megacore.optim.memory import MemoryRow, frozen_numel, memory_row
 from megacore.optim.param_group import ParamGroup, group_of, require_matches, settings_of
@@ -127,12 +128,11 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
                 dp_size=experts if expert else dense,
                 bucket_numel=config.optimizer.bucket_numel,
                 shared=[infos[position].shared is not None for position in positions],
-                param_alignment=64,
-                bucket_alignment=None,
                 pad_for_ring=config.optimizer.pad_for_ring,
+                unit=own.unit,
             ),
         )
-        for (expert, _, _), positions in by_kind.items()
+        for (expert, _, own), positions in by_kind.items()
     )
     owned = [plan.shard_numel if optimizer.distributed else plan.numel for _, plan in buffers]
     row = next(iter(memory_rows_of(optimizer, dtype=config.train.dtype).values()))

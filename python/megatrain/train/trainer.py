@@ -393,12 +393,14 @@ def _make_buffers(
         timeout_s=config.run.timeout_s,
         host_memory=config.run.host_memory,
     )
+    rule = rule_of(optimizer)
     buffers = make_buffers(
         trained,
         groups=groups,
         options=optimizer.buffer_options(),
         instances=instances,
-        kind_of=rule_of(optimizer),
+        kind_of=rule,
+        unit_of=lambda info: rule(info).unit,
     )
     return buffers, FrozenParams(frozen)
 

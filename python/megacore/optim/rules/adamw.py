@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megacore.optim.update_rule import StateDtype, StateTensor, UpdateRule
+from megacore.optim.update_rule import MomentDtype, StateTensor, UpdateRule
 from megacore.options import check_values
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class AdamW(UpdateRule):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    moments_dtype: StateDtype = "float32"
+    moments_dtype: MomentDtype = "float32"
 
     def __post_init__(self) -> None:
         least = {"beta1": 0, "beta2": 0, "eps": 0}

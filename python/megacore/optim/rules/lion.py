@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megacore.optim.update_rule import StateDtype, StateTensor, UpdateRule
+from megacore.optim.update_rule import MomentDtype, StateTensor, UpdateRule
 from megacore.options import check_values
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Lion(UpdateRule):
 
     beta1: float = 0.9
     beta2: float = 0.99
-    moments_dtype: StateDtype = "float32"
+    moments_dtype: MomentDtype = "float32"
 
     def __post_init__(self) -> None:
         check_values(self, least={"beta1": 0, "beta2": 0}, below={"beta1": 1, "beta2": 1})

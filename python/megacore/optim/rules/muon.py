@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megacore.optim.matrix_rule import MatrixRule
 from megacore.optim.rules.adamw import AdamW
-from megacore.optim.update_rule import StateDtype, StateTensor, UpdateRule
+from megacore.optim.update_rule import MomentDtype, StateTensor, UpdateRule
 from megacore.options import check_options, check_values
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class Muon(MatrixRule):
     coefficients: CoefficientSet = "simple"
     steps: int | None = None
     scale: Scale = "match_rms_adamw"
-    precision: StateDtype = "float32"
-    moments_dtype: StateDtype = "float32"
+    precision: MomentDtype = "float32"
+    moments_dtype: MomentDtype = "float32"
     others: UpdateRule = field(default_factory=AdamW)
     others_lr_scale: float = 1.0
 

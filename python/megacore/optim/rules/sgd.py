@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megacore.optim.update_rule import StateDtype, StateTensor, UpdateRule
+from megacore.optim.update_rule import MomentDtype, StateTensor, UpdateRule
 from megacore.options import check_values
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SGD(UpdateRule):
 
     momentum: float = 0.9
     nesterov: bool = False
-    moments_dtype: StateDtype = "float32"
+    moments_dtype: MomentDtype = "float32"
 
     def __post_init__(self) -> None:
         check_values(self, least={"momentum": 0}, below={"momentum": 1})
