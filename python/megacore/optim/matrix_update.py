@@ -104,13 +104,18 @@ class MatrixUpdate:
         """
         for each in self._rounds:
             sent = [part.direction(self._rule.direction, control) for part in each.parts]
-            directions = torch.cat(sent) if sent else self._nothing()
-            wholes = self._assemble(all_to_all(directions, self._group, each.splits), each)
-            updates = self._disassemble(self._transform(wholes, each.units), each)
-            updates = all_to_all(updates, self._group, each.splits.reversed())
-            sizes = [part.numel for part in each.parts]
-            for part, update in zip(each.parts, torch.split(updates, sizes), strict=True):
+            for part, update in zip(each.parts, self._updates(sent, each), strict=True):
                 part.move(update, control)
+
+    def _updates(self, sent: Sequence[Tensor], each: _Round) -> Sequence[Tensor]:
+        """Return the updates of this rank's elements from their directions."""
+        if self._group.size == 1:  # the parts are the units
+            return self._transform(sent, each.units)
+        directions = torch.cat(list(sent)) if sent else self._nothing()
+        wholes = self._assemble(all_to_all(directions, self._group, each.splits), each)
+        found = self._disassemble(self._transform(wholes, each.units), each)
+        found = all_to_all(found, self._group, each.splits.reversed())
+        return torch.split(found, [part.numel for part in each.parts])
 
     def _transform(self, wholes: Sequence[Tensor], units: Sequence[MatrixUnit]) -> list[Tensor]:
         """Return the updates of whole units, flat."""
