@@ -63,6 +63,25 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         pass
 
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+
+class _Event:
+    """A point of the only stream, which it has reached."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        del enable_timing
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
 
 def _unavailable(*_args: Any, **_options: Any) -> Any:
     pytest.skip(_NEEDS_A_GPU)
@@ -129,11 +148,12 @@ def _replace_torch_cuda() -> None:
         "get_device_properties": lambda *_: properties,
         "set_sync_debug_mode": lambda _: None,
         "is_current_stream_capturing": lambda: False,
+        "Event": _Event,
         "Stream": _Stream,
         "current_stream": _Stream,
         "stream": lambda _: contextlib.nullcontext(),
     }
-    for name in ("CUDAGraph", "Event", "graph", "memory_allocated", "_sleep"):
+    for name in ("CUDAGraph", "graph", "memory_allocated", "_sleep"):
         replaced[name] = _unavailable
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
