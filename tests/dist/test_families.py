@@ -41,7 +41,8 @@ CASES = {
     f"{family} | {layout}": (family, layout)
     for family in MODELS
     for layout in LAYOUTS
-    if layout not in ("ep2", "etp2") or any("experts" in key for key in MODELS[family][1])
+    if layout not in ("ep2", "etp2")
+    or any("experts" in key and value for key, value in MODELS[family][1].items())
 }
 REPRESENTATIVES = [
     case
