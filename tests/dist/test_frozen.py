@@ -264,6 +264,12 @@ def test_a_rank_alone_takes_the_groups_of_others_as_given() -> None:
         assert found.works, (found.error, found.cuda)
 
 
+def test_a_rank_alone_may_have_no_matrices_for_muon() -> None:
+    changes = {"parallel.pp": 3, "pipeline.layout": "E|t*4|L", "optimizer.name": "muon"}
+    found = dry_run(dense.make_config(3, changes), world_size=3, rank=2, device="h100")
+    assert found.works, (found.error, found.cuda)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -368,6 +374,20 @@ def test_groups_have_optimizers_of_their_own_in_every_layout(
     assert expected[-1] != pytest.approx(plain[-1], rel=1e-3)
     changes = {**MIXED, **layout}
     for losses, *_ in run_ranks(world_size, run, False, world_size, changes, timeout_s=200):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{"parallel.pp": 2}, {"parallel.tp": 2}], ids=["pp2", "tp2"])
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_groups_may_have_all_matrices_of_muon(name: str, layout: dict[str, Any]) -> None:
+    groups = [
+        {"pattern": "layers.0.*", "optimizer": "none"},
+        {"pattern": "layers.[12].*", "optimizer": "muon", "beta1": 0.8, "lr_scale": 0.5},
+        {"pattern": "layers.3.*", "optimizer": "lion", "lr_scale": 0.1},
+    ]
+    changes = {"optimizer.name": name, "optimizer.groups": groups}
+    expected = run(0, False, 1, changes)[0]
+    for losses, *_ in run_ranks(2, run, False, 2, {**changes, **layout}, timeout_s=200):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ from megacore.optim.update_rule import UpdateRule
 from megacore.options import check_options
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline.clock import PhaseClock, in_phase
 
@@ -139,7 +140,7 @@ class DistributedOptimizer:
 
     Raises:
         ValueError: If there is no parameter, a group of ``param_groups`` gets no parameter of any
-            rank, ``modules`` lacks a parameter whose gather overlaps, or the rule is of whole
+            rank, ``modules`` lacks a parameter whose gather overlaps, or a rule is of whole
             matrices and no parameter is described as such.
 
     Example:
@@ -188,7 +189,8 @@ class DistributedOptimizer:
             )
             for buffer in self.buffers
         ]
-        self._check_matrices(options.rule)
+        named = [options.rule, *(group.rule for group in param_groups)]
+        self._check_matrices(named, [info for info, _ in params])
         # Pairs of decays, for whose bias corrections a step is decided.
         rules = {options.rule}.union(*(shard.rules for shard in self._shards))
         self._decays = sorted({rule.decays for rule in rules})
@@ -205,14 +207,20 @@ class DistributedOptimizer:
         self._is_reduced = False
         self.gathers_at_once = True
 
-    def _check_matrices(self, rule: UpdateRule) -> None:
-        """Check that a rule of whole matrices has some, on any rank; collective for such a rule."""
-        if not isinstance(rule, MatrixRule):
+    def _check_matrices(
+        self, rules: Collection[UpdateRule | None], infos: Sequence[ParamInfo]
+    ) -> None:
+        """Check that the model has matrices, on any rank; collective for rules that need them.
+
+        They may all be frozen, or in groups with other rules.
+        """
+        needs_some = [type(rule).__name__ for rule in rules if isinstance(rule, MatrixRule)]
+        if not needs_some or self._groups.world.is_fake:  # the model of other ranks is not known
             return
-        has_some = any(rule in shard.all_rules for shard in self._shards)
+        has_some = any(info.matrices is not None for info in infos)
         if not any(all_gather_objects(has_some, self._groups.world)):
             raise ValueError(
-                f"{type(rule).__name__} computes with whole matrices, but no parameter is described"
+                f"{needs_some[0]} computes with whole matrices, but no parameter is described"
                 " as one: set ParamInfo.matrices, as Matrices() for a weight of (rows, columns)"
             )
 

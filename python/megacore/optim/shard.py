@@ -73,9 +73,6 @@ class OptimizerShard:
         weight_decay: Weight decay of parameters that use it.
         groups: Process groups of this rank.
         param_groups: Settings of parameters by name.
-
-    Attributes:
-        all_rules: Update rules of the buffer's parameters, on all ranks.
     """
 
     def __init__(
@@ -99,7 +96,6 @@ class OptimizerShard:
         ]
         for (info, param), of in zip(buffer.params, own, strict=True):
             _check_unit(buffer, info, param.shape, of.rule)
-        self.all_rules = {of.rule for of in own}
         marked = [(piece, own[piece.param_index]) for piece in buffer.owned_pieces()]
         runs = [(run, own[run[0].param_index]) for run in merge_neighbours(marked)]
         self._used = dict.fromkeys((of.rule for _, of in runs), 0)

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
 from megacore.buffers.options import BufferOptions
-from megacore.optim import AdamW, DistributedOptimizer, Muon, OptimizerOptions, UpdateRule
+from megacore.optim import (
+    AdamW,
+    DistributedOptimizer,
+    Muon,
+    OptimizerOptions,
+    ParamGroup,
+    UpdateRule,
+)
 from megacore.optim.newton_schulz import CutMatrix, orthogonalize
 from megacore.optim.rules.muon import CoefficientSet, Scale
 from megacore.parallel import Group, Matrices, ParamInfo, ProcessGroups
@@ -249,3 +256,27 @@ def test_a_model_without_matrices_is_refused() -> None:
     info = ParamInfo(name="w", full_shape=(3, 4), tp_dim=None)
     with pytest.raises(ValueError, match=r"Muon computes with whole matrices, but no parameter"):
         optimizer_of(Muon(), [(info, nn.Parameter(START.clone()))])
+
+
+@pytest.mark.parametrize(("rule", "own"), [(Muon(), AdamW()), (Muon(), Muon(steps=7))])
+def test_all_matrices_may_be_in_groups(rule: UpdateRule, own: UpdateRule) -> None:
+    info = ParamInfo(name="w", full_shape=(3, 4), tp_dim=None, matrices=Matrices())
+    groups = ProcessGroups.single()
+    optimizer = DistributedOptimizer(
+        make_buffers([(info, nn.Parameter(START.clone()))], groups=groups),
+        groups=groups,
+        options=OptimizerOptions(rule=rule),
+        param_groups=[ParamGroup(pattern="w", rule=own)],
+    )
+    [piece] = optimizer.pieces()
+    assert set(piece.tensors) == {"main_param", *(tensor.name for tensor in own.state)}
+
+
+def test_a_group_of_a_model_without_matrices_is_refused() -> None:
+    info, groups = ParamInfo(name="w", full_shape=(3, 4), tp_dim=None), ProcessGroups.single()
+    with pytest.raises(ValueError, match=r"Muon computes with whole matrices, but no parameter"):
+        DistributedOptimizer(
+            make_buffers([(info, nn.Parameter(START.clone()))], groups=groups),
+            groups=groups,
+            param_groups=[ParamGroup(pattern="w", rule=Muon())],
+        )
