@@ -349,6 +349,11 @@ class OptimizerConfig(Section):
         names = {"sgd": {"momentum"}, "lion": {"beta1", "beta2"}}
         return not is_own and hyperparameter in names.get(self.name, {"beta1", "beta2", "eps"})
 
+    def of_parameters(self) -> list[OptimizerConfig]:
+        """Return the settings of the run, and those that groups of trained parameters have."""
+        own = [group.optimizer_of(self) for group in self.groups if group.optimizer != "none"]
+        return [self, *own]
+
     def rate_options(self) -> RateOptions:
         """Return the shape of the learning rate."""
         return RateOptions(

@@ -64,6 +64,10 @@ def _has_windows(config: ResolvedConfig) -> bool:
     return "w" in letters
 
 
+def _any_has(config: ResolvedConfig, hyperparameter: str) -> bool:
+    return any(each.has(hyperparameter) for each in config.optimizer.of_parameters())
+
+
 _OF_EXPERTS = (
     *("moe.*", "debug.load_interval", "debug.record_routing", "debug.replay_routing"),
     "debug.force_balanced",
@@ -245,34 +249,47 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.optimizer.schedule == "constant",
     ),
     UnusedRule(
-        keys=("optimizer.name", "optimizer.moments_dtype"),
+        keys=("optimizer.name",),
         reason="optimizer.factory",
         holds=lambda config: config.optimizer.factory is not None,
     ),
     UnusedRule(
+        keys=("optimizer.moments_dtype",),
+        reason="optimizer.factory",
+        holds=lambda config: all(
+            each.factory is not None for each in config.optimizer.of_parameters()
+        ),
+    ),
+    UnusedRule(
         keys=("optimizer.muon.*",),
         reason="optimizer.name",
-        holds=lambda config: config.optimizer.name != "muon" or not config.optimizer.has("beta1"),
+        holds=lambda config: all(
+            each.name != "muon" or each.factory is not None
+            for each in config.optimizer.of_parameters()
+        ),
     ),
     UnusedRule(
         keys=("optimizer.beta1", "optimizer.beta2"),
         reason="optimizer.name",
-        holds=lambda config: not config.optimizer.has("beta1"),
+        holds=lambda config: not _any_has(config, "beta1"),
     ),
     UnusedRule(
         keys=("optimizer.eps",),
         reason="optimizer.name",
-        holds=lambda config: not config.optimizer.has("eps"),
+        holds=lambda config: not _any_has(config, "eps"),
     ),
     UnusedRule(
         keys=("optimizer.momentum", "optimizer.nesterov"),
         reason="optimizer.name",
-        holds=lambda config: not config.optimizer.has("momentum"),
+        holds=lambda config: not _any_has(config, "momentum"),
     ),
     UnusedRule(
         keys=("optimizer.nesterov", "optimizer.moments_dtype"),
         reason="optimizer.momentum",
-        holds=lambda config: config.optimizer.has("momentum") and config.optimizer.momentum == 0,
+        holds=lambda config: (
+            config.optimizer.momentum == 0
+            and all(each.has("momentum") for each in config.optimizer.of_parameters())
+        ),
     ),
     UnusedRule(
         keys=("optimizer.tail_length", "optimizer.tail_shape"),

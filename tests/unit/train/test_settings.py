@@ -298,6 +298,28 @@ def test_a_setting_without_effect_is_noted_with_its_reason(
     assert note.endswith(reason)
 
 
+def test_settings_of_the_optimizer_of_a_group_are_not_noted(tmp_path: Path) -> None:
+    changes = {
+        **{"optimizer.factory": "torch.optim:RMSprop", "optimizer.moments_dtype": "bfloat16"},
+        **{"optimizer.beta1": 0.5, "optimizer.eps": 1e-6, "optimizer.muon.momentum": 0.5},
+        **{"optimizer.momentum": 0.5, "optimizer.nesterov": True},
+    }
+    groups = [
+        {"pattern": "layers.0.*", "optimizer": "muon"},
+        {"pattern": "layers.1.*", "optimizer": "sgd"},
+    ]
+
+    def noted(*groups: dict[str, str]) -> set[str]:
+        notes = _config(tmp_path, {**changes, "optimizer.groups": list(groups)}).notes
+        text = " ".join(note for note in notes if "no effect: optimizer." in note)
+        return {key.partition(".")[2] for key in changes if f"{key} = " in text.split(":")[0]}
+
+    assert noted() >= {"moments_dtype"}
+    assert noted(*groups) == set()
+    assert noted(groups[0]) == {"momentum", "nesterov"}
+    assert "muon.momentum" in noted(groups[1], {"pattern": "layers.0.*", "optimizer": "none"})
+
+
 def test_defaults_are_not_noted_and_notes_are_not_repeated(tmp_path: Path) -> None:
     assert resolve(Config(), 1, vocab_size=256, cuda=False).notes == ()
     config = _config(tmp_path, {"moe.jitter": 0.1})
