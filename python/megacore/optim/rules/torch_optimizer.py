@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from megacore.errors import ConfigError
 from megacore.optim.update_rule import StateTensor, UpdateRule
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class TorchOptimizer(UpdateRule):
         factory: Makes the optimizer of some parameters, flat and fp32.
 
     Raises:
-        ValueError: When the state is asked for, if it is not one number or tensor per element.
+        ConfigError: When the state is asked for, if a trial fails or is not element-wise.
 
     Sync:
         A step waits for the device, so a CUDA graph cannot include it.
@@ -88,26 +89,50 @@ def _with_step(state: Any, step: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _probe(factory: TorchFactory) -> tuple[StateTensor, ...]:
-    """Find the state of an optimizer by one step."""
+    """Find the state of an optimizer by steps on a few elements, and try it on parts of them."""
     import torch
     from torch.optim import Optimizer
 
-    param = _parameter(torch.ones(_PROBE))
-    optimizer = factory([param])
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"the factory must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+    values = torch.linspace(-1.0, 2.0, _PROBE)
+    try:
+        optimizer: Any = factory([_parameter(torch.ones(_PROBE))])
+        if not isinstance(optimizer, Optimizer):
+            got = type(optimizer).__name__
+            raise ConfigError(f"optimizer.factory must return a torch.optim.Optimizer, got {got}")
+        whole, state = _after_steps(factory, values, {})
+        names = [key for key in state if key != "step" and state[key] is not None]
+        wrong = [key for key in names if getattr(state[key], "shape", None) != values.shape]
+        if not wrong:
+            zeros = dict.fromkeys(names, torch.zeros(_PROBE // 2))
+            halves = torch.split(values, _PROBE // 2)
+            parts = [_after_steps(factory, half, _with_step(zeros, 0))[0] for half in halves]
+            same = torch.allclose(whole, torch.cat(parts))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "optimizer.factory must return an optimizer of a list of flat parameters, with a step "
+            f"without arguments; a trial ended with {type(error).__name__}: {error}"
+        ) from error
+    if wrong or not same:
+        how = "mixes elements in an update, or has a state that does not start at zero"
+        how = f"holds {wrong[0]!r} not by element" if wrong else how
+        raise ConfigError(
+            "optimizer.factory must return an element-wise optimizer, since ranks have ranges of "
+            f"elements, but {type(optimizer).__name__} {how}"
         )
-    param.grad = torch.ones(_PROBE)
-    optimizer.step()
-    found = []
-    for name, value in optimizer.state[param].items():
-        if name == "step" or value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-            raise ValueError(
-                f"{type(optimizer).__name__} holds {name!r}, which is no tensor with a value per "
-                "element; a rank has ranges of elements, so an optimizer must be element-wise"
-            )
-        found.append(StateTensor(name=name))
-    return tuple(found)
+    return tuple(StateTensor(name=name) for name in names)
+
+
+def _after_steps(
+    factory: TorchFactory, values: Tensor, state: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return values and state after two steps, with gradients of their size and 30 times that."""
+    param = _parameter(values.clone())
+    optimizer = factory([param])
+    if state:
+        optimizer.state[param] = {name: value.clone() for name, value in state.items()}
+    for factor in (1.0, 30.0):
+        param.grad = factor * values
+        optimizer.step()
+    return param.detach(), optimizer.state[param]
