@@ -272,6 +272,14 @@ def _memory_text(plan: RunPlan, config: ResolvedConfig) -> str:
         f"{_bytes_text(row, plan, config)}; padding comes on top"
         for kind, row in rows.items()
     ]
+    for group in config.optimizer.groups:
+        if group.optimizer not in (None, "none"):
+            own = memory_rows_of(group.optimizer_of(config.optimizer), dtype=config.train.dtype)
+            texts += [
+                f"of {group.pattern}{'' if len(own) == 1 else f' ({kind})'}: "
+                f"{_bytes_text(row, plan, config)}"
+                for kind, row in own.items()
+            ]
     buckets = f"buckets: units of one reduce-scatter and one all-gather, up to {largest:,} elements"
     return "\n".join([buckets, *texts])
 

@@ -92,6 +92,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     device = None if args.device is None else args.device.lower()
     if device is not None and device not in CAPABILITIES:
         raise ConfigError(f"--device must be one of {', '.join(CAPABILITIES)}, got {args.device}")
+    _check_operations(config)
     found = dry_run(config, world_size=world_size, rank=rank, device=device)
     print(dry_run_text(found))
     return 0 if found.works else 1
@@ -168,6 +169,16 @@ def check_start(config: Config) -> None:
     if config.data.factory is None:
         _ = config.data.training_sources  # refuses none
 
+    _check_operations(config)
+    if config.run.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees "
+            "none on this machine; use --run.backend=gloo"
+        )
+
+
+def _check_operations(config: Config) -> None:
+    """Check the names of `run.torch_operations`."""
     from megacore.qualification import check_names
 
     try:
@@ -175,12 +186,6 @@ def check_start(config: Config) -> None:
     except ValueError as error:
         origin = config.origin("run.torch_operations")
         raise ConfigError(f"run.torch_operations ({origin}): {error}") from error
-
-    if config.run.backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"run.backend = nccl ({config.origin('run.backend')}) needs GPUs, but torch sees "
-            "none on this machine; use --run.backend=gloo"
-        )
 
 
 def train_rank(config: ResolvedConfig, context: RankContext) -> int:

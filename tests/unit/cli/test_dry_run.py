@@ -62,6 +62,7 @@ def test_the_branches_of_a_device_are_run_if_asked_for(
         (["--world-size=4"], "--world-size belongs to a dry run; add --dry-run"),
         (["--dry-run", "--rank=4"], "--rank must be in [0, 4), got 4"),
         (["--dry-run", "--device=h10"], "--device must be one of a100, "),
+        (["--dry-run", "--run.torch_operations=foo"], "run.torch_operations (--run.torch_operatio"),
         (["--dry-run", "--world-size=6"], "does not fit 6 processes (--world-size)"),
     ],
 )

@@ -240,6 +240,19 @@ def test_plan_tells_bytes_of_dense_and_expert_parameters_apart(
     assert "bytes per parameter: 8 + 8/d = 10 with d = 4; padding" in capsys.readouterr().out
 
 
+def test_plan_tells_bytes_of_groups_with_another_optimizer(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = [("layers.0.*", "none"), ("embedding", "sgd"), ("layers.*", "muon")]
+    tables = [f'[[optimizer.groups]]\npattern = "{p}"\noptimizer = "{o}"\n' for p, o in groups]
+    config.write_text(TOML + "".join(tables))
+    assert main(["plan", str(config), "--world-size=4"]) == 0
+    shown = capsys.readouterr().out
+    sizes = ("parameter: 8 + 8/d", "embedding: 8 + 4/d", "layers.* (matrices): 8 + 4/d")
+    assert all(size in shown for size in (*sizes, "layers.* (others): 8 + 8/d")), shown
+    assert "of layers.0" not in shown
+
+
 def test_plan_shows_where_each_parameter_lies(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
