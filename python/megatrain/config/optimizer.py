@@ -227,9 +227,9 @@ class OptimizerConfig(Section):
         default=[],
         description="Groups of parameters with settings of their own, each a table "
         "`[[optimizer.groups]]` with `pattern` (of names, as in `layers.*.mlp.*`; the first group "
-        "that matches wins), `optimizer` (`adamw`, `adam`, `sgd`, `lion`, `muon`, `adamw_8bit`, or `none`, which "
-        "freezes them), `lr_scale` (factor on the learning rate), `weight_decay`, `beta1` and "
-        "`beta2`. See buffers.md.",
+        "that matches wins), `optimizer` (`adamw`, `adam`, `sgd`, `lion`, `muon`, `adamw_8bit`, or "
+        "`none`, which freezes them), `lr_scale` (factor on the learning rate), `weight_decay`, "
+        "`beta1` and `beta2`. See buffers.md.",
     )
     ema_decay: float = Field(
         default=0.0,
