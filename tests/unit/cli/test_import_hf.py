@@ -169,7 +169,7 @@ def test_mistakes_are_told_and_leave_nothing(
     (busy / "mine.txt").write_text("x")
     assert "holds files already; name a new folder" in complaint(capsys, str(theirs), str(busy))
     config = json.loads((theirs / "config.json").read_text())
-    (theirs / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    (theirs / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     message = complaint(capsys, str(theirs), str(out))
     assert "must be one of llama, mistral, mixtral, qwen3" in message
     (theirs / "config.json").write_text(json.dumps(config))
@@ -195,7 +195,7 @@ def test_the_best_layout_of_a_folder_is_a_whole_configuration(tmp_path: Path) ->
 def test_a_plan_of_what_cannot_be_imported_says_why(
     options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for source in (tmp_path, tmp_path / "config.json"):
         assert main(["plan", str(source), *options]) == 2
         assert "model_type must be one of llama" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     file = tmp_path / "config.json"
     assert main(["plan", str(file), "--gpus=8", "--parallel.pp=2"]) == 2
     assert f"model.num_layers = 3 ({file}) cannot be dealt" in capsys.readouterr().err
-    file.write_text(json.dumps({"model_type": "gpt2"}))
+    file.write_text(json.dumps({"model_type": "bert"}))
     assert main(["plan", str(tmp_path), "--gpus=8"]) == 2
     assert "model_type must be one of llama" in capsys.readouterr().err
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
