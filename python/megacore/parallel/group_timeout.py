@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megacore.parallel.process_groups import Group
 
@@ -30,7 +31,7 @@ def longer_timeout(group: Group, timeout: timedelta) -> Iterator[None]:
         timeout: Limit inside.
     """
     backends: set[Any] = set()
-    if group.handle is not None and not group.is_fake:
+    if isinstance(group.handle, ProcessGroup) and not group.is_fake:
         backends = {group.handle._get_backend(device) for device in group.handle._device_types}
     before = {backend: backend.options._timeout for backend in backends}
     for backend, limit in before.items():
