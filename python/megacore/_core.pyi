@@ -597,6 +597,18 @@ def crc32(data: Buffer, crc: int = 0) -> int: ...
 def crc32_combine(first: int, second: int, num_bytes_second: int) -> int: ...
 def has_fast_crc32() -> bool: ...
 
+# ---- random numbers ------------------------------------------------------------------------------
+
+def fill_normal(
+    out: npt.NDArray[np.float32],
+    *,
+    key: int,
+    first: int,
+    stride: int,
+    standard_deviation: float,
+    num_threads: int,
+) -> None: ...
+
 # ---- moe -----------------------------------------------------------------------------------------
 DEFAULT_TOLERANCE: float
 

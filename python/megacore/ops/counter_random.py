@@ -23,6 +23,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megacore import _core
+
 
 def key_of(text: str) -> int:
     """Return the key of a use as a signed 64-bit integer.
@@ -107,6 +109,45 @@ def uniform(numbers: Tensor) -> Tensor:
         [0.0, 0.25, 0.9999999403953552]
     """
     return _shift_right(numbers, 40).float() * 2.0**-24
+
+
+def fill_normal(out_RN: Tensor, *, key: int, first: int, stride: int, std: float) -> None:
+    """Fill rows with normally distributed numbers of mean 0, given by their index in a stream.
+
+    Numbers 2p and 2p + 1 are the results of a Box-Muller transform of the p-th SplitMix64 number:
+    24 bits for the radius, which is at most 5.77 ``std``, and 32 for the angle. Computed with
+    torch's number of threads; the bits are the same on every processor.
+
+    Args:
+        out_RN: Rows of N numbers, ``(R, N)``, float32, contiguous, on the CPU.
+        key: Key of the stream, of at least 0 and below 2**64.
+        first: Index of the first number of row 0.
+        stride: Difference of this index from row to row.
+        std: Standard deviation.
+
+    Raises:
+        TypeError: For another dtype or a tensor that is not contiguous.
+        ValueError: For another number of dimensions, or a negative ``first`` or ``stride``.
+
+    Source:
+        Box, Muller, "A note on the generation of random normal deviates", 1958
+        (doi:10.1214/aoms/1177706645).
+
+    Example:
+        >>> whole, columns = torch.empty(1, 8), torch.empty(2, 2)
+        >>> fill_normal(whole, key=1, first=0, stride=0, std=0.02)
+        >>> fill_normal(columns, key=1, first=2, stride=4, std=0.02)  # of a matrix (2, 4)
+        >>> torch.equal(whole.view(2, 4)[:, 2:], columns)
+        True
+    """
+    _core.fill_normal(
+        out_RN.numpy(),
+        key=key,
+        first=first,
+        stride=stride,
+        standard_deviation=std,
+        num_threads=torch.get_num_threads(),
+    )
 
 
 def _signed(number: int) -> int:

@@ -1,20 +1,21 @@
-"""Initial weights as a function of the seed and the parameter's name, independent of the layout.
+"""Initial weights as a function of the seed, the parameter's name and the element's index.
 
-Every parameter has a random stream, seeded by its name. A rank draws the *full* tensor and keeps
-its shard, so any tp, pp or dp starts from the same weights, at the cost of one full tensor of
-temporary memory per parameter.
+Numbers are computed by counter (`megacore.ops.counter_random.fill_normal`), so a rank computes
+those of its own shard alone, in little memory, and any tp, pp, ep or dp starts from the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from megacore.ops.counter_random import fill_normal
 from megacore.parallel.param_info import ParamInfo
-from megacore.parallel.params import shard
+from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import Group
 
 
@@ -32,24 +33,60 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw_full(info: ParamInfo, *, seed: int, std: float, drawn_rows: int | None = None) -> Tensor:
-    """Draw the whole parameter from a normal distribution with mean 0.
+def draw_normal(
+    local: Tensor,
+    info: ParamInfo,
+    position: ShardPosition,
+    *,
+    seed: int,
+    std: float,
+    drawn_rows: int | None = None,
+) -> None:
+    """Fill a rank's shard of a parameter from a normal distribution with mean 0.
 
     Args:
-        info: Description of the parameter.
+        local: The shard, contiguous, any float dtype and device; float32 numbers are rounded to it.
+        info: Description of the parameter, split along one dimension at most.
+        position: Which shard it is.
         seed: Seed of the run.
         std: Standard deviation.
-        drawn_rows: Rows of dimension 0 that are drawn; the others are 0. For a vocabulary, these
-            are the rows without padding, so that padding changes no weight.
+        drawn_rows: Rows of dimension 0 of the whole parameter that are drawn; the others are 0. For
+            a vocabulary, these are the rows without padding, so that padding changes no weight.
 
-    Returns:
-        Shape ``info.full_shape``, float32, on the CPU.
+    Sync:
+        Numbers are computed on the CPU; for a shard on a GPU, waits for their copies.
     """
-    rows = info.full_shape[0] if drawn_rows is None else drawn_rows
-    generator = torch.Generator().manual_seed(name_seed(seed, info.name))
-    full = torch.zeros(info.full_shape, dtype=torch.float32)
-    full[:rows] = torch.empty(rows, *info.full_shape[1:]).normal_(0.0, std, generator=generator)
-    return full
+    dim = info.tp_dim or 0
+    offset = position.offsets(info)[dim]
+    inner = math.prod(info.full_shape[dim + 1 :])
+    rows = local.view(-1, local.shape[dim] * inner)
+    _fill_stretches(
+        rows,
+        key=name_seed(seed, info.name),
+        first=offset * inner,
+        stride=info.full_shape[dim] * inner,
+        std=std,
+    )
+    if drawn_rows is not None:
+        local[max(0, drawn_rows - position.offsets(info)[0]) :].zero_()
+
+
+_NUMBERS_AT_A_TIME = 1 << 18  # 1 MiB of float32, which stays in the cache
+
+
+def _fill_stretches(rows: Tensor, *, key: int, first: int, stride: int, std: float) -> None:
+    """Fill each row with the numbers from ``first + row * stride`` of a stream."""
+    count, length = rows.shape
+    height = max(1, _NUMBERS_AT_A_TIME // max(1, length))
+    width = min(length, _NUMBERS_AT_A_TIME)
+    drawn = torch.empty(height * width, dtype=torch.float32)
+    for row in range(0, count, height):
+        for column in range(0, length, max(1, width)):
+            part = rows[row : row + height, column : column + width]
+            numbers = drawn[: part.numel()].view(part.shape)
+            begin = first + row * stride + column
+            fill_normal(numbers, key=key, first=begin, stride=stride, std=std)
+            part.copy_(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,32 +114,36 @@ class ParamFactory:
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
     def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
-        """Make a normally distributed matrix, see `draw_full`."""
-        if self.device.type == "meta" or not self.initialize:
-            shape = info.local_shape(self.tp.size)
-            return self.remember(info, torch.empty(shape, dtype=self.dtype, device=self.device))
-        return self._make(info, draw_full(info, seed=self.seed, std=std, drawn_rows=drawn_rows))
+        """Make a normally distributed matrix, see `draw_normal`."""
+        position = ShardPosition(tp_position=self.tp.position, tp_size=self.tp.size)
+        local = self._empty(info.local_shape(self.tp.size))
+        if self._draws:
+            draw_normal(local, info, position, seed=self.seed, std=std, drawn_rows=drawn_rows)
+        return self.remember(info, local)
 
     def experts(self, info: ParamInfo, *, std: float) -> nn.Parameter:
         """Make the matrices of experts, with the experts along dimension 0.
 
-        Each expert has a separate random stream, named by its number, so a rank draws only its own
-        experts.
+        Each expert has a separate random stream, named by its number.
         """
-        local = torch.empty(
-            info.local_shape(self.etp.size, ep_size=self.ep.size), device=self.device
-        )
+        local = self._empty(info.local_shape(self.etp.size, ep_size=self.ep.size))
+        position = ShardPosition(tp_position=self.etp.position, tp_size=self.etp.size)
         first = self.ep.position * local.shape[0]
-        for index in range(0 if local.is_meta or not self.initialize else local.shape[0]):
+        for index in range(local.shape[0] if self._draws else 0):
             one = ParamInfo(
                 name=f"{info.name}.{first + index}",
                 full_shape=info.full_shape[1:],
                 tp_dim=None if info.tp_dim is None else info.tp_dim - 1,
             )
-            full = draw_full(one, seed=self.seed, std=std)
-            part = shard(full, one, tp_position=self.etp.position, tp_size=self.etp.size)
-            local[index] = part.to(self.device)
+            draw_normal(local[index], one, position, seed=self.seed, std=std)
         return self.remember(info, local)
+
+    @property
+    def _draws(self) -> bool:
+        return self.initialize and self.device.type != "meta"
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def ones(self, info: ParamInfo) -> nn.Parameter:
         """Make a vector of ones."""

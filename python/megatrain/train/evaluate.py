@@ -139,7 +139,9 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
         weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each:
         the labels that the loss is a mean of.
     """
-    trainer = build_trainer(config, world_size=context.world_size, device=context.device)
+    trainer = build_trainer(
+        config, world_size=context.world_size, device=context.device, initialize=False
+    )
     load_initial_weights(trainer, source.path)
     counts = trainer.validation_samples(whole=source.whole)
     with EvaluationConsole(

@@ -46,7 +46,7 @@ from megatrain.train.profiling import StepProfiler
 from megatrain.train.results import run_info, write_results
 from megatrain.train.resume import resume_run, run_state
 from megatrain.train.step import Evaluation, StepMetrics
-from megatrain.train.trainer import Trainer, build_trainer
+from megatrain.train.trainer import Trainer, build_trainer, make_groups
 from megatrain.train.watch import RunWatch
 from megatrain.train.writers import RunFileGuard, RunWriters, check_writers
 
@@ -72,26 +72,34 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
     """
     started = time.monotonic()
     check_writers(config.run.writers)
-    trainer = build_trainer(
-        config, world_size=context.world_size, device=context.device, calls=context.calls
-    )
-    callbacks = make_callbacks(config)
-    control = RunControl(
-        config.train,
-        config.run,
-        context,
-        save_interval_s=config.checkpoint.interval_s,
-        started=started,
-    )
+    groups = make_groups(config, context.world_size, calls=context.calls)
     run_dir = Path(config.run.dir)
-    with hold_folders(run_dir, config.checkpoint, trainer.groups), context.stop.deferred():
+    with hold_folders(run_dir, config.checkpoint, groups), context.stop.deferred():
+        resume = choose_resume(config, groups, restarts=context.restarts)
+        found = find_checkpoint(resume, config.checkpoint.dir, groups=groups)
+        weights = config.checkpoint.load_weights if found.path is None else None
+        trainer = build_trainer(
+            config,
+            world_size=context.world_size,
+            device=context.device,
+            calls=context.calls,
+            groups=groups,
+            # Weights that a file replaces are not drawn.
+            initialize=found.path is None and weights is None,
+        )
+        callbacks = make_callbacks(config)
+        control = RunControl(
+            config.train,
+            config.run,
+            context,
+            save_interval_s=config.checkpoint.interval_s,
+            started=started,
+        )
         saver = _make_saver(trainer) if config.checkpoint.saves else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
-        resume = choose_resume(config, trainer.groups, restarts=context.restarts)
-        found = find_checkpoint(resume, config.checkpoint.dir, groups=trainer.groups)
         trainer, start, resumed = resume_run(trainer, found, control, callbacks)
-        if found.path is None and config.checkpoint.load_weights is not None:
-            notes += load_initial_weights(trainer, config.checkpoint.load_weights)
+        if weights is not None:
+            notes += load_initial_weights(trainer, weights)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = move_aside(run_dir, config.checkpoint, found.path, trainer.groups)
         run = _Run(

@@ -286,6 +286,7 @@ def build_trainer(
     calls: CallRing | None = None,
     data: TrainingData | None = None,
     clock: PhaseClock | None = None,
+    groups: ProcessGroups | None = None,
     initialize: bool = True,
 ) -> Trainer:
     """Build all components of this rank; collective.
@@ -297,14 +298,15 @@ def build_trainer(
         calls: Records the collectives and messages of this rank.
         data: Data in place of that of the configuration.
         clock: Measures the phases of steps. Default: a new one.
-        initialize: Draw random weights; else they are left as they are.
+        groups: Process groups of this rank, from :func:`make_groups`. Default: new ones.
+        initialize: Draw random weights; else they are left as they are, to be filled.
 
     Raises:
         ConfigError: If the layout is invalid for the model or the number of ranks.
         DataError: If the data is missing or too small.
     """
     first_bytes = memory_bytes(device)[0]
-    groups = _make_groups(config, world_size, calls)
+    groups = make_groups(config, world_size, calls=calls) if groups is None else groups
     kernels = choose_run_kernels(config, device=device, world=groups.world)
     data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
@@ -494,7 +496,19 @@ def _watch_experts(
     )
 
 
-def _make_groups(config: ResolvedConfig, world_size: int, calls: CallRing | None) -> ProcessGroups:
+def make_groups(
+    config: ResolvedConfig, world_size: int, *, calls: CallRing | None = None
+) -> ProcessGroups:
+    """Create the process groups of this rank; collective.
+
+    Args:
+        config: Resolved configuration.
+        world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
+        calls: Records the collectives and messages of this rank.
+
+    Raises:
+        ConfigError: If the layout is invalid for the number of ranks.
+    """
     if world_size == 1:
         return ProcessGroups.single()
     return ProcessGroups.create(

@@ -15,6 +15,7 @@ from megatrain.checkpoint import format as checkpoint_format
 from megatrain.checkpoint import publish, read_index
 from megatrain.config import Config, ResolvedConfig, resolve
 from megatrain.data import write_indexed
+from megatrain.models import init as init_module
 from megatrain.report import read_run, write_report
 from megatrain.train import trainer as trainer_module
 from megatrain.train.loop import train
@@ -334,3 +335,25 @@ def test_only_a_failure_of_the_last_save_ends_the_run_with_an_error(
         with pytest.raises(CheckpointError, match="after step 3, but its last checkpoint was not"):
             _train(tmp_path, steps=3, batch_size=2, checkpoint=checkpoint)
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_weights_that_a_file_fills_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    real = init_module.draw_normal
+
+    def draw_normal(local: Any, info: Any, *args: Any, **options: Any) -> None:
+        drawn.append(info.name)
+        real(local, info, *args, **options)
+
+    monkeypatch.setattr(init_module, "draw_normal", draw_normal)
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=1, batch_size=2, resume="auto")
+    assert "layers.0.attention.qkv" in drawn  # nothing to resume from
+    drawn.clear()
+    _train(tmp_path, steps=2, batch_size=2, resume="auto")
+    other = {"dir": str(tmp_path / "other"), "plain": True}
+    weights = {"load_weights": str(tmp_path / "run"), "interval": 0}
+    _train(tmp_path, steps=1, batch_size=2, run=other, checkpoint=weights)
+    assert drawn == []
