@@ -3,6 +3,7 @@
     python benchmarks/bench_data.py prepare   # tokens/s, in turns with the library alone
     python benchmarks/bench_data.py memory    # memory and first step on a corpus of 4 GB
     python benchmarks/bench_data.py step      # step time with data and with tokens that are there
+    python benchmarks/bench_data.py blend     # order of blends, beside megatron-core's function
 
 ``memory`` writes its corpus into a temporary folder (``--dir``) and removes it.
 """
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from megacore.parallel.batch import Microbatch
 from megatrain.config import Config, resolve
 from megatrain.data import read_indexed
 from megatrain.data.indexed import IndexWriter
+from megatrain.data.megatron import fill_blend_index, normalized
 from megatrain.train.trainer import Trainer, build_trainer
 
 VOCAB = 1000  # small, so that steps are short
@@ -40,7 +43,7 @@ STEPS = 300  # of a run whose memory is measured
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("part", choices=["prepare", "memory", "step", "run"])
+    parser.add_argument("part", choices=["prepare", "memory", "step", "blend", "run"])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--megabytes", type=int, help="corpus (prepare: 96, memory: 4000)")
     parser.add_argument("--rounds", type=int, default=3, help="of prepare")
@@ -57,9 +60,37 @@ def main() -> None:
             rows = bench_prepare(Path(folder), args.megabytes or 96, args.rounds, args.workers)
         elif args.part == "memory":
             rows = bench_memory(Path(folder), args.megabytes or 4000)
+        elif args.part == "blend":
+            rows = bench_blend(args.rounds)
         else:
             rows = bench_step(Path(folder), args.steps)
     finish([header("torch", "tokenizers"), "\n".join(rows)], args.out)
+
+
+# ---- order of blends -----------------------------------------------------------------------------
+
+
+def bench_blend(rounds: int, size: int = 300_000) -> list[str]:
+    from megatron.core.datasets import helpers_cpp
+
+    rows = ["sources | ours us per sample | megatron-core | ratio (processor time, fastest round)"]
+    for count in (2, 10, 100, 1000):
+        weights = normalized(np.random.RandomState(count).rand(count) ** 4 + 1e-4)
+        ours, theirs = (
+            (np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)) for _ in range(2)
+        )
+        contenders = {
+            "ours": partial(fill_blend_index, weights, *ours),
+            "megatron": partial(
+                helpers_cpp.build_blending_indices, *theirs, np.array(weights), count, size, False
+            ),
+        }
+        times = take_turns(contenders, rounds=rounds, clock=time.process_time)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        us = {name: min(taken) / size * 1e6 for name, taken in times.items()}
+        ratio = us["megatron"] / us["ours"]
+        rows.append(f"{count:7d} | {us['ours']:18.3f} | {us['megatron']:13.3f} | {ratio:5.2f}x")
+    return rows
 
 
 # ---- preparing -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ void bind_schedule_catalog(pybind11::module_& module);  // after bind_pipeline
 void bind_buffer(pybind11::module_& module);
 void bind_checksum(pybind11::module_& module);
 void bind_random(pybind11::module_& module);
+void bind_data(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);   // after bind_parallel
 void bind_clones(pybind11::module_& module);  // after bind_parallel

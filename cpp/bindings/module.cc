@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, module) {
   megacore::bindings::bind_buffer(module);
   megacore::bindings::bind_checksum(module);
   megacore::bindings::bind_random(module);
+  megacore::bindings::bind_data(module);
   megacore::bindings::bind_moe(module);
   megacore::bindings::bind_peers(module);
   megacore::bindings::bind_clones(module);

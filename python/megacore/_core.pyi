@@ -609,6 +609,16 @@ def fill_normal(
     num_threads: int,
 ) -> None: ...
 
+# ---- data ----------------------------------------------------------------------------------------
+
+class BlendOrder:
+    def __init__(self, weights: Sequence[float]) -> None: ...
+    def take(
+        self, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]
+    ) -> None: ...
+    @property
+    def counts(self) -> list[int]: ...
+
 # ---- moe -----------------------------------------------------------------------------------------
 DEFAULT_TOLERANCE: float
 

@@ -21,6 +21,7 @@ CPP_MAY_INCLUDE = {
     "moe": {"base", "parallel"},
     "layers": {"base", "moe"},
     "graph": {"base", "parallel"},
+    "data": {"base"},
 }
 
 # Folders of cpp/src/pipeline and of its public headers; "" is the ground that they share.

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore import _core
 from megacore.errors import DataError
 from megatrain.data.cache import built_once, file_facts
 from megatrain.data.indexed import IndexedTokens, out_of_range
@@ -101,28 +102,35 @@ def build_sample_index(
     return SampleIndex(documents=joined, ends=ends, shuffle=np.concatenate(shuffle))
 
 
-def build_blend_index(
-    weights: Sequence[float], size: int
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Return the dataset of each sample of a blend and the sample's number in that dataset.
+# Samples of a blend per call of the core, which cannot be interrupted.
+_SAMPLES_AT_A_TIME = 1 << 20
+
+
+def fill_blend_index(
+    weights: Sequence[float], datasets: NDArray[np.int16], numbers: NDArray[np.int64]
+) -> list[int]:
+    """Write the dataset of each sample of a blend and the sample's number in that dataset.
 
     Args:
         weights: Shares that sum to 1.
-        size: Samples of the blend.
+        datasets: Output, one element per sample of the blend; may be mapped.
+        numbers: Output of the same size.
+
+    Returns:
+        Samples of each dataset.
 
     Example:
-        >>> "".join(map(str, build_blend_index([0.5, 0.25, 0.25], 12)[0]))
+        >>> datasets, numbers = np.empty(12, dtype=np.int16), np.empty(12, dtype=np.int64)
+        >>> fill_blend_index([0.5, 0.25, 0.25], datasets, numbers)
+        [6, 3, 3]
+        >>> "".join(map(str, datasets))
         '012001200120'
     """
-    datasets, samples = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-    counts = [0] * len(weights)
-    for number in range(size):
-        at = float(max(number, 1))
-        behind = [weight * at - count for weight, count in zip(weights, counts, strict=True)]
-        chosen = behind.index(max(behind))
-        datasets[number], samples[number] = chosen, counts[chosen]
-        counts[chosen] += 1
-    return datasets, samples
+    order = _core.BlendOrder(weights)
+    for begin in range(0, len(datasets), _SAMPLES_AT_A_TIME):
+        part = slice(begin, begin + _SAMPLES_AT_A_TIME)
+        order.take(datasets[part], numbers[part])
+    return order.counts
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -338,10 +346,14 @@ class MegatronBlend:
         self._shares = shares
 
         def build(folder: Path) -> None:
-            which, samples = build_blend_index(shares, size)
-            np.save(folder / "datasets.npy", which)
-            np.save(folder / "samples.npy", samples)
-            np.save(folder / "counts.npy", np.bincount(which, minlength=len(shares)))
+            columns = (("datasets", np.int16), ("samples", np.int64))
+            datasets, samples = (
+                np.lib.format.open_memmap(
+                    folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(size,)
+                )
+                for name, dtype in columns
+            )
+            np.save(folder / "counts.npy", fill_blend_index(shares, datasets, samples))
 
         folder = built_once(cache, "blend", {"weights": shares, "size": size}, build)
         self._datasets = np.load(folder / "datasets.npy", mmap_mode="r")

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megacore.errors import DataError
 from megatrain.config import DataConfig, SourceConfig
 from megatrain.data import Samples, load_data, write_indexed
-from megatrain.data.megatron import MegatronBlend, MegatronDataset, build_blend_index
+from megatrain.data.megatron import MegatronBlend, MegatronDataset, fill_blend_index, normalized
 from tests.support.megatron_samples import CASES, VOCAB, digest, write_corpora
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "megatron_samples.json").read_text())
@@ -107,10 +109,41 @@ def test_a_folder_without_write_access_is_one_sentence(corpora: Path) -> None:
     ],
 )
 def test_golden_blends(weights: list[float], golden: str) -> None:
-    which, samples = build_blend_index(weights, len(golden))
+    which, samples = blend(weights, len(golden))
     assert "".join(map(str, which)) == golden
     for dataset in range(len(weights)):
         assert samples[which == dataset].tolist() == list(range(golden.count(str(dataset))))
+
+
+def blend(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    which, samples = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+    counts = fill_blend_index(weights, which, samples)
+    assert counts == np.bincount(which, minlength=len(weights)).tolist()
+    return which, samples
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    parts=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 0.1, 1e-7, 1e6]), min_size=1, max_size=70),
+    size=st.integers(1, 300),
+)
+def test_a_blend_takes_the_first_dataset_that_is_furthest_behind(
+    parts: list[float], size: int
+) -> None:
+    weights = normalized([*parts, 1.0])
+    which, samples = blend(weights, size)
+    counts = [0] * len(weights)
+    for number in range(size):
+        at = float(max(number, 1))
+        behind = [weight * at - count for weight, count in zip(weights, counts, strict=True)]
+        chosen = behind.index(max(behind))
+        assert (which[number], samples[number]) == (chosen, counts[chosen])
+        counts[chosen] += 1
+
+
+def test_a_blend_needs_finite_weights() -> None:
+    with pytest.raises(ValueError, match="weights must be finite"):
+        blend([0.5, float("nan")], 3)
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
