@@ -2,10 +2,11 @@
 
 Each rank runs a daemon thread with its own connection to the store. The thread writes a heartbeat
 and polls a few neighbours on a ring of the ranks that have arrived, in the order of their arrival,
-so the load per rank is independent of the world size, and a rank is monitored while others are
-still missing. A rank is lost if its process on this machine has ended, if its heartbeat has stopped
-for too long, or if it has reported its own error. The first failure recorded in the store wins
-(``compare_set``), so all ranks report the same failure.
+so a rank is monitored while others are still missing. It sends two requests per interval, which
+grows with the world (`watch_times`), so that the store has room for other requests. A rank is lost
+if its process on this machine has ended, if its heartbeat has stopped for too long, or if it has
+reported its own error. The first failure recorded in the store wins (``compare_set``), so all ranks
+report the same failure.
 
 A survivor usually detects the loss through an error of a collective; `FailureMonitor.culprit` then
 identifies the rank that caused it. The thread ends a survivor that stays blocked.
@@ -21,7 +22,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal, TypeVar
@@ -38,12 +39,42 @@ from megatrain.launch.store import StoreConnection, first_line
 T = TypeVar("T")
 
 NUM_WATCHED = 8  # ranks that each rank watches
+# Requests of all monitors together; a store answers some 36,000 in a second.
+REQUESTS_PER_S = 5_000
+REQUESTS_PER_INTERVAL = 2
 STORE_HOST = -1  # the "rank" of a lost store
 GRACE_S = 2.0  # time for a blocked main thread to exit on its own
 FAILURE_KEY = "health/failure"
 ARRIVED_KEY = "health/arrived"
 STOPPED = "it was stopped by a signal"
 NETWORK_ADVICE = "; its host may be down, or the network between the hosts may have failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchTimes:
+    """Times of a monitor, seconds.
+
+    Attributes:
+        interval_s: From one look at the other ranks to the next.
+        timeout_s: Silence after which a rank counts as lost.
+    """
+
+    interval_s: float
+    timeout_s: float
+
+
+def watch_times(world_size: int, *, peer_timeout_s: float) -> WatchTimes:
+    """Compute the times of monitors that send at most `REQUESTS_PER_S` requests together.
+
+    Example:
+        >>> watch_times(64, peer_timeout_s=20.0)
+        WatchTimes(interval_s=2.0, timeout_s=20.0)
+        >>> watch_times(100_000, peer_timeout_s=20.0)
+        WatchTimes(interval_s=40.0, timeout_s=120.0)
+    """
+    least = world_size * REQUESTS_PER_INTERVAL / REQUESTS_PER_S
+    interval_s = max(min(2.0, peer_timeout_s / 4), least)
+    return WatchTimes(interval_s=interval_s, timeout_s=max(peer_timeout_s, 3 * interval_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +125,8 @@ class FailureMonitor:
 
     Args:
         context: The rank.
-        peer_timeout_s: Seconds without heartbeat after which a rank counts as lost.
+        peer_timeout_s: Seconds without heartbeat after which a rank counts as lost, at least; see
+            `watch_times`.
         on_end: Called from the thread just before it ends the process, with the message to show
             (may be empty) and the exit code.
 
@@ -112,7 +144,7 @@ class FailureMonitor:
         self.calls: CallRing | None = None
         self._context = context
         self._peer_timeout_s = peer_timeout_s
-        self._interval_s = min(2.0, peer_timeout_s / 4)
+        self._times = watch_times(context.world_size, peer_timeout_s=peer_timeout_s)
         self._on_end = on_end
         self._store = StoreConnection(self._connect, deadline_s=max(5.0, peer_timeout_s))
         self._identity = Identity.mine(context.rank)
@@ -140,6 +172,8 @@ class FailureMonitor:
         rank = self._context.rank
         try:
             self._ask(lambda store: store.set(self._key("who"), self._identity.to_json()))
+            # From now on there is a record, so one request reads it together with heartbeats.
+            self._ask(lambda store: store.compare_set(FAILURE_KEY, "", ""))
             self._beat(0)
             # Sent twice, it would count a rank that never comes.
             arrive = self._store.ask(lambda store: store.add(ARRIVED_KEY, 1), repeat=False)
@@ -157,19 +191,26 @@ class FailureMonitor:
         """
         world = self._context.world_size
         deadline = time.monotonic() + timeout_s
-        pause_s = 0.01
+        pause_s, longest_s = 0.01, max(1.0, world / REQUESTS_PER_S)
         while self._ask(lambda store: store.add(ARRIVED_KEY, 0)) < world:
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(world) if self._who(rank) is None]
-                shown = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
-                raise PeerLostError(
-                    f"{len(missing)} of {world} ranks did not start within {timeout_s:g} s "
-                    f"(run.timeout_s): {shown}{NETWORK_ADVICE}"
-                )
+                raise PeerLostError(self._late(world, timeout_s))
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)
-        for rank in self._watched():
-            self._who(rank)  # for messages when the store cannot be asked any more
+            pause_s = min(2 * pause_s, longest_s)
+        self._learn(self._watched())  # for messages when the store cannot be asked any more
+
+    def _late(self, world: int, timeout_s: float) -> str:
+        if self._context.rank != 0:  # one rank asks for all
+            missing = world - self._ask(lambda store: store.add(ARRIVED_KEY, 0))
+            shown = "rank 0 names them"
+        else:
+            late = [rank for rank in range(world) if self._who(rank) is None]
+            missing = len(late)
+            shown = ", ".join(map(str, late[:8])) + (", ..." if late[8:] else "")
+        return (
+            f"{missing} of {world} ranks did not start within {timeout_s:g} s "
+            f"(run.timeout_s): {shown}{NETWORK_ADVICE}"
+        )
 
     def announce_end(self, how: Literal["done", "stopped"]) -> None:
         """Publish why this rank's heartbeat will stop: work done, or stopped by a signal."""
@@ -211,6 +252,7 @@ class FailureMonitor:
         """
         start = time.monotonic()
         # The megacore launcher knows the exit signal of a dead child, so its record is preferred.
+        pause_s = max(0.1, self._context.world_size / REQUESTS_PER_S)
         look_after = start + (1.0 if self._context.launched_by == "megacore" else 0.0)
         while True:
             try:
@@ -222,7 +264,7 @@ class FailureMonitor:
                 return self._store_lost(error)
             if found is not None or time.monotonic() > start + patience_s:
                 return found
-            time.sleep(0.1)
+            time.sleep(min(pause_s, max(0.1, start + patience_s - time.monotonic())))
 
     @property
     def wake_fd(self) -> int:
@@ -234,22 +276,23 @@ class FailureMonitor:
     def _run(self) -> None:
         last = time.monotonic()
         for count in itertools.count(1):
-            signal_number = self._sleep(self._interval_s)
+            signal_number = self._sleep(self._times.interval_s)
             if self._stopped.is_set():
                 return
             if signal_number and self._context.stop.ends_now(signal_number):
                 self._end(None, 128 + signal_number)
             now = time.monotonic()
-            if now - last > self._interval_s + self._peer_timeout_s / 2:
-                # After own suspension, missing heartbeats prove nothing.
-                self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+            # Heartbeats that were missing while this process was suspended or waited for the store
+            # prove nothing: this time does not count, but that before it does.
+            self._postpone(now - last - self._times.interval_s)
             last = now
             if self.calls is not None:
                 self.calls.note_position()
             try:
                 self._beat(count)
-                failure = self._recorded() or self._find_dead(self._watched())
-                failure = failure or self._find_silent(now)
+                watched = self._watched()
+                failure, beats = self._look(watched)
+                failure = failure or self._find_dead(watched) or self._find_silent(beats, now)
             except RuntimeError as error:
                 failure = self._store_lost(error)
             if failure is not None:
@@ -272,15 +315,27 @@ class FailureMonitor:
     def _beat(self, count: int) -> None:
         self._ask(lambda store: store.set(self._key("beat"), str(count)))
 
-    def _find_silent(self, now: float) -> Failure | None:
-        for rank in self._watched():
-            beat = self._get(f"health/beat/{rank}")
-            if beat is None or rank in self._finished:
+    def _postpone(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self._beats = {
+                rank: (beat, since + seconds) for rank, (beat, since) in self._beats.items()
+            }
+
+    def _look(self, watched: list[int]) -> tuple[Failure | None, dict[int, bytes]]:
+        """Read the record of a failure and the heartbeats of ranks that have arrived."""
+        keys = [FAILURE_KEY, *(f"health/beat/{rank}" for rank in watched)]
+        record, *beats = self._ask(lambda store: store.multi_get(keys))
+        failure = Failure.from_json(record) if record else None
+        return failure, dict(zip(watched, beats, strict=True))
+
+    def _find_silent(self, beats: dict[int, bytes], now: float) -> Failure | None:
+        for rank, beat in beats.items():
+            if rank in self._finished:
                 continue
             last, since = self._beats.get(rank, (None, now))
             if beat != last:
                 self._beats[rank] = (beat, now)
-            elif now - since > self._peer_timeout_s and not self._is_busy(rank):
+            elif now - since > self._times.timeout_s and not self._is_busy(rank):
                 reason = self._reason(rank, self._silence(rank, now - since))
                 if reason is not None:
                     return self._record(rank, reason)
@@ -327,8 +382,7 @@ class FailureMonitor:
     # ---- store ---------------------------------------------------------------------------------
 
     def _recorded(self) -> Failure | None:
-        text = self._get(FAILURE_KEY)
-        return Failure.from_json(text) if text is not None else None
+        return self._look([])[0]
 
     def _record(self, rank: int, reason: str) -> Failure:
         failure = Failure(rank=rank, who=str(self._who(rank) or f"rank {rank}"), reason=reason)
@@ -345,35 +399,44 @@ class FailureMonitor:
         )
 
     def _who(self, rank: int) -> Identity | None:
-        if rank not in self._known:
-            text = self._get(f"health/who/{rank}")
-            if text is None:
-                return None
-            self._known[rank] = Identity.from_json(text.decode())
-        return self._known[rank]
+        self._learn([rank])
+        return self._known.get(rank)
+
+    def _learn(self, ranks: Sequence[int]) -> None:
+        """Read the identities of ranks, as far as they have published them."""
+        unknown = [rank for rank in ranks if rank not in self._known]
+        found = self._get_some({rank: f"health/who/{rank}" for rank in unknown})
+        self._known |= {rank: Identity.from_json(text.decode()) for rank, text in found.items()}
 
     def _watched(self) -> list[int]:
         """List the ranks that arrived after this one; the first one follows the last one."""
         if self._num_arrived < self._context.world_size:
             self._num_arrived = self._ask(lambda store: store.add(ARRIVED_KEY, 0))
         offsets = range(1, min(NUM_WATCHED, self._num_arrived - 1) + 1)
-        ranks = (self._arrival((self._number + offset) % self._num_arrived) for offset in offsets)
-        return [rank for rank in ranks if rank is not None]
-
-    def _arrival(self, number: int) -> int | None:
-        """Return the rank with a number in the order of arrival, if it has published it."""
-        if number not in self._arrivals:
-            text = self._get(f"health/arrival/{number}")
-            if text is None:
-                return None
-            self._arrivals[number] = int(text)
-        return self._arrivals[number]
+        numbers = [(self._number + offset) % self._num_arrived for offset in offsets]
+        unknown = [number for number in numbers if number not in self._arrivals]
+        found = self._get_some({number: f"health/arrival/{number}" for number in unknown})
+        self._arrivals |= {number: int(text) for number, text in found.items()}
+        return [self._arrivals[number] for number in numbers if number in self._arrivals]
 
     def _key(self, kind: str) -> str:
         return f"health/{kind}/{self._context.rank}"
 
     def _get(self, key: str) -> bytes | None:
-        return self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        return self._get_some({0: key}).get(0)
+
+    def _get_some(self, keys: Mapping[int, str]) -> dict[int, bytes]:
+        """Read those keys that exist; a store would wait for the others."""
+
+        def read(store: Store) -> dict[int, bytes]:
+            # Nearly always all exist, or there is one.
+            if store.check(list(keys.values())):
+                return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+            if len(keys) == 1:
+                return {}
+            return {name: store.get(key) for name, key in keys.items() if store.check([key])}
+
+        return self._ask(read) if keys else {}
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         return self._store.ask(request)
