@@ -111,7 +111,7 @@ class GradReducer:
             raise RuntimeError(
                 f"{self._infos[param].name} receives a gradient after its bucket was reduced: it "
                 f"has had {self._tracker.count(param)} in this step, as in steps before; call "
-                'zero_grads() before a new step, or set optimizer.overlap = "params" or "none" if '
+                'zero_grads() before a new step, or set overlap to "params" or "none" if '
                 "the model changes from step to step"
             )
         if self._counting:

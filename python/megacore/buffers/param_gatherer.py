@@ -150,7 +150,7 @@ class ParamGatherer:
                 f"{self._names[param]} has a gradient of a forward pass with stale weights: the "
                 f"module that owns it was last called with the weights of update {called}, and "
                 f"update {self._generation} has happened since; call the owning module itself "
-                "(only then are its weights waited for), or set optimizer.overlap = "
+                "(only then are its weights waited for), or set overlap to "
                 '"grads" or "none"'
             )
 
@@ -168,7 +168,7 @@ class ParamGatherer:
             if param not in owned:
                 raise ValueError(
                     f"{name} belongs to no module of the model, so nothing tells when its weights "
-                    "are needed; give the optimizer all modules, or set optimizer.overlap = "
+                    "are needed; give the optimizer all modules, or set overlap to "
                     '"grads" or "none"'
                 )
 

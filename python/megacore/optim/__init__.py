@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megacore.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megacore.optim.distributed_optimizer import DistributedOptimizer, StepResult
+    from megacore.optim.distributed_optimizer import DistributedOptimizer
     from megacore.optim.frozen import FrozenParams, split_frozen
     from megacore.optim.lr import learning_rate
     from megacore.optim.matrix_rule import MatrixRule
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megacore.optim.rules.sgd import SGD
     from megacore.optim.rules.torch_optimizer import TorchOptimizer
     from megacore.optim.shard import ParamPiece
+    from megacore.optim.step_result import StepResult
     from megacore.optim.update_piece import Rates, UpdatePiece
     from megacore.optim.update_rule import StateTensor, UpdateRule
     from megacore.optim.weight_average import WeightAverage
@@ -72,7 +73,7 @@ _HOMES = {
     "Rates": "update_piece",
     "SGD": "rules.sgd",
     "StateTensor": "update_rule",
-    "StepResult": "distributed_optimizer",
+    "StepResult": "step_result",
     "TorchOptimizer": "rules.torch_optimizer",
     "UpdatePiece": "update_piece",
     "UpdateRule": "update_rule",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from megacore.optim.matrix_rule import MatrixRule
 from megacore.optim.options import OptimizerOptions
 from megacore.optim.param_group import ParamGroup, check_patterns
 from megacore.optim.shard import OptimizerShard, ParamPiece
+from megacore.optim.step_result import StepResult
 from megacore.optim.update_rule import UpdateRule
 from megacore.options import check_options
 from megacore.parallel.async_collectives import PendingCollective
@@ -41,73 +41,6 @@ from megacore.parallel.collectives import all_gather_objects, all_reduce_
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline.clock import PhaseClock, in_phase
-
-
-class StepResult:
-    """Results of one optimizer step, equal on every rank.
-
-    The numbers stay on the device until one of them is read, so a step needs no host sync.
-
-    Args:
-        numbers: ``[gradient norm, skipped or not (1 or 0), steps skipped so far, *extra]``, fp64.
-
-    Example:
-        >>> StepResult(torch.tensor([5.0, 0.0, 2.0, 7.0], dtype=torch.float64)).num_skipped
-        2
-    """
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._on_device = numbers
-
-    def __repr__(self) -> str:
-        """Show the results that were read already; a repr must not wait for the device."""
-        if "_numbers" not in self.__dict__:
-            return "<StepResult: not read from the device>"
-        skipped = ", skipped" if self.skipped else ""
-        return (
-            f"<StepResult: grad_norm {self.grad_norm:.6g}{skipped}, {self.num_skipped} skipped in "
-            "all>"
-        )
-
-    @property
-    def numbers(self) -> Tensor:
-        """All numbers as one device tensor: ``[grad_norm, skipped, num_skipped, *extra]``."""
-        return self._on_device
-
-    @cached_property
-    def _numbers(self) -> Tensor:
-        numbers = self._on_device
-        return host_values.to_host(
-            numbers,
-            "results of the step",
-            # An applied step whose sums are all 0.
-            assumed=lambda: [math.nan, *(0.0,) * (numbers.numel() - 1)],
-        )
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the averaged gradient of the whole model before clipping; NaN if skipped.
-
-        Sync:
-            Waits for the device when the first of the numbers is read.
-        """
-        return float(self._numbers[0])
-
-    @property
-    def skipped(self) -> bool:
-        """True if no rank changed anything: a gradient was not finite, or there was a veto."""
-        return bool(self._numbers[1])
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps skipped so far because of a non-finite gradient."""
-        return int(self._numbers[2])
-
-    @property
-    def extra(self) -> Tensor:
-        """Additional numbers of the caller, summed over the world, 1-D, fp64, on the CPU."""
-        return self._numbers[3:]
-
 
 # Numbers in a checkpoint, in the order of the state on the device.
 _SCALARS = tuple(position.name.lower() for position in StateAt)

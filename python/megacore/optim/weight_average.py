@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megacore.optim.distributed_optimizer import StepResult
 from megacore.optim.shard import ParamPiece
+from megacore.optim.step_result import StepResult
 
 # Kind of the tensors in pieces and checkpoints.
 AVERAGE = "ema"

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megacore.buffers.options import BufferOptions
+from megacore.errors import ConfigError
 from megacore.optim import learning_rate
 from megacore.optim.options import RateOptions
 from megacore.optim.param_group import ParamGroup
@@ -313,10 +314,11 @@ class OptimizerConfig(Section):
         """Return the update rule.
 
         Raises:
-            ConfigError: If the function of ``factory`` cannot be imported.
+            ConfigError: If the function of ``factory`` cannot be imported, or its optimizer is not
+                element-wise.
         """
         if self.factory is not None:
-            return TorchOptimizer(factory=import_object(self.factory, setting="optimizer.factory"))
+            return _own_rule(self.factory)
         dtype = self.moments_dtype
         if self.name == "sgd":
             return SGD(momentum=self.momentum, nesterov=self.nesterov, moments_dtype=dtype)
@@ -353,6 +355,9 @@ class OptimizerConfig(Section):
         """Return the settings of the run, and those that groups of trained parameters have."""
         own = [group.optimizer_of(self) for group in self.groups if group.optimizer != "none"]
         return [self, *own]
+
+    def _uses_muon(self) -> bool:
+        return any(own.name == "muon" and own.factory is None for own in self.of_parameters())
 
     def rate_options(self) -> RateOptions:
         """Return the shape of the learning rate."""
@@ -415,7 +420,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check_muon(self) -> Self:
         muon = self.muon
-        if muon.adamw_lr and self.lr == 0.0:
+        if self.lr == 0.0 and muon.adamw_lr and self._uses_muon():
             raise ValueError(
                 f"muon.adamw_lr = {muon.adamw_lr:g} is a multiple of lr, which is 0; set lr above 0"
             )
@@ -447,3 +452,13 @@ class OptimizerConfig(Section):
                     f"{name} = {rate:g} is above lr = {self.lr:g}; use at most {self.lr:g}"
                 )
         return self
+
+
+def _own_rule(factory: str) -> TorchOptimizer:
+    """Return the rule of an optimizer of the user's own, after a trial of it."""
+    rule = TorchOptimizer(factory=import_object(factory, setting="optimizer.factory"))
+    try:
+        _ = rule.state
+    except ValueError as error:
+        raise ConfigError(f'optimizer.factory = "{factory}": {error}') from error
+    return rule

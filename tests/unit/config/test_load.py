@@ -51,6 +51,29 @@ def test_file_and_overrides_are_typed_and_the_override_wins(tmp_path: Path) -> N
     assert (config.optimizer.lr, config.run.plain, config.run.dir) == (1e-3, True, "7")
 
 
+def test_rates_of_muon_count_only_where_it_is_used(tmp_path: Path) -> None:
+    text = "[optimizer]\nlr = 0.0\nmin_lr = 0.0\nmuon.adamw_lr = 1e-3\n"
+    assert load_config(write(tmp_path, text)).optimizer.lr == 0.0
+    group = '[[optimizer.groups]]\npattern = "layers.*"\noptimizer = "muon"\n'
+    assert "multiple of lr, which is 0" in message_of(write(tmp_path, text + group))
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("torch.optim:Adafactor", "factory must return an element-wise optimizer"),
+        ("builtins:list", "factory must return a torch.optim.Optimizer, got list"),
+        ("torch.optim:LBFGS", "a trial ended with TypeError"),
+    ],
+)
+def test_a_fault_of_an_optimizer_of_ones_own_names_the_setting(factory: str, problem: str) -> None:
+    config = load_config(None, [("optimizer.factory", factory)])
+    with pytest.raises(ConfigError) as caught:
+        config.optimizer.rule()
+    assert str(caught.value).startswith(f'optimizer.factory = "{factory}": factory must return')
+    assert problem in str(caught.value)
+
+
 def test_none_empties_an_optional_setting_only(tmp_path: Path) -> None:
     path = write(tmp_path, '[checkpoint]\nresume = "auto"\n')
     assert load_config(path, [("checkpoint.resume", "none")]).checkpoint.resume is None
@@ -118,6 +141,10 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[moe]\nexpert_bias_rate = -1\n", ":2: moe.expert_bias_rate = -1: must be at least 0"),
         ("[moe]\nexpert_bias = 0.1\n", "expert_bias = 0.1: expected true or false"),
         ("[moe]\nstatic_budget = 0\n", "static_budget = 0: must be above 0"),
+        (
+            '[optimizer]\nname = "muon"\nlr = 0.0\nmin_lr = 0.0\nmuon.adamw_lr = 1e-3\n',
+            "muon.adamw_lr = 0.001 is a multiple of lr, which is 0; set lr above 0",
+        ),
         ("[optimizer]\nnum_instances = 0\n", "num_instances = 0: must be at least 1"),
         ("[pipeline]\noverlap_moe = 2\n", "overlap_moe = 2: expected true or false"),
         ('[checkpoint]\ninterval = "30m"\n', "expected a whole number"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megacore.errors import ConfigError
 from megacore.optim.update_rule import StateTensor, UpdateRule
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class TorchOptimizer(UpdateRule):
         factory: Makes the optimizer of some parameters, flat and fp32.
 
     Raises:
-        ConfigError: When the state is asked for, if a trial fails or is not element-wise.
+        ValueError: When the state is asked for, if a trial fails or is not element-wise.
 
     Sync:
         A step waits for the device, so a CUDA graph cannot include it.
@@ -58,7 +57,8 @@ class TorchOptimizer(UpdateRule):
         from megacore import host_values
         from megacore.ops.optim import ControlAt
 
-        numbers = host_values.read(control, "decision on a step", assumed=lambda: [1.0] * 7)
+        applied = [1.0] * len(ControlAt)
+        numbers = host_values.read(control, "decision on a step", assumed=lambda: applied)
         if numbers[ControlAt.IS_APPLIED] == 0.0:
             return
         param = _parameter(piece.param)
@@ -93,35 +93,44 @@ def _probe(factory: TorchFactory) -> tuple[StateTensor, ...]:
     import torch
     from torch.optim import Optimizer
 
-    values = torch.linspace(-1.0, 2.0, _PROBE)
+    names: list[str] = []
+    fault = ""
     try:
         optimizer: Any = factory([_parameter(torch.ones(_PROBE))])
-        if not isinstance(optimizer, Optimizer):
-            got = type(optimizer).__name__
-            raise ConfigError(f"optimizer.factory must return a torch.optim.Optimizer, got {got}")
-        whole, state = _after_steps(factory, values, {})
-        names = [key for key in state if key != "step" and state[key] is not None]
-        wrong = [key for key in names if getattr(state[key], "shape", None) != values.shape]
-        if not wrong:
-            zeros = dict.fromkeys(names, torch.zeros(_PROBE // 2))
-            halves = torch.split(values, _PROBE // 2)
-            parts = [_after_steps(factory, half, _with_step(zeros, 0))[0] for half in halves]
-            same = torch.allclose(whole, torch.cat(parts))
-    except ConfigError:
-        raise
+        if isinstance(optimizer, Optimizer):
+            names, fault = _trial(factory)
     except Exception as error:
-        raise ConfigError(
-            "optimizer.factory must return an optimizer of a list of flat parameters, with a step "
-            f"without arguments; a trial ended with {type(error).__name__}: {error}"
+        raise ValueError(
+            "factory must return an optimizer of a list of flat parameters, with a step without "
+            f"arguments; a trial ended with {type(error).__name__}: {error}"
         ) from error
-    if wrong or not same:
-        how = "mixes elements in an update, or has a state that does not start at zero"
-        how = f"holds {wrong[0]!r} not by element" if wrong else how
-        raise ConfigError(
-            "optimizer.factory must return an element-wise optimizer, since ranks have ranges of "
-            f"elements, but {type(optimizer).__name__} {how}"
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"factory must return a torch.optim.Optimizer, got {kind}")
+    if fault:
+        raise ValueError(
+            "factory must return an element-wise optimizer, since ranks have ranges of elements, "
+            f"but {kind} {fault}"
         )
     return tuple(StateTensor(name=name) for name in names)
+
+
+def _trial(factory: TorchFactory) -> tuple[list[str], str]:
+    """Return the names of an optimizer's state, and why it is not element-wise, or ``""``."""
+    import torch
+
+    values = torch.linspace(-1.0, 2.0, _PROBE)
+    whole, state = _after_steps(factory, values, {})
+    names = [key for key in state if key != "step" and state[key] is not None]
+    for name in names:
+        if getattr(state[name], "shape", None) != values.shape:
+            return names, f"holds {name!r} not by element"
+    zeros = dict.fromkeys(names, torch.zeros(_PROBE // 2))
+    halves = torch.split(values, _PROBE // 2)
+    parts = [_after_steps(factory, half, _with_step(zeros, 0))[0] for half in halves]
+    if torch.allclose(whole, torch.cat(parts)):
+        return names, ""
+    return names, "mixes elements in an update, or has a state that does not start at zero"
 
 
 def _after_steps(
