@@ -41,6 +41,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MANY_FILES = 1 << 20
 # Ranks of a run in which each may read the recorded calls of all.
 _MOST_DIAGNOSING = 64
+# Seconds to wait for the store in the diagnosis of a run that does not respond: the store may be a
+# part of what hangs, and its own timeout is that of a rank that is late.
+_STORE_S = 5.0
 
 # Words in the errors of gloo, NCCL and the store when a peer is lost or does not respond.
 CONNECTION_WORDS = (
@@ -340,8 +343,8 @@ def _is_to_diagnose(context: RankContext) -> bool:
     if context.world_size <= _MOST_DIAGNOSING:
         return True
     try:
-        return bool(context.store.add("diagnosed", 1) == 1)
-    except RuntimeError:  # the store has gone with rank 0
+        return within(_STORE_S, partial(context.store.add, "diagnosed", 1)) == 1
+    except (RuntimeError, TimeoutError):  # the store has gone, or its host does not respond
         return context.rank == context.world_size - 1
 
 
