@@ -25,6 +25,7 @@ from megacore.moe.dispatchers import (
     PendingDispatch,
     StaticBudget,
     StaticDispatcher,
+    device_peers,
     make_peers,
     static_receive_rows,
 )
@@ -474,3 +475,35 @@ def test_peer_memory_that_does_not_arrive_is_not_used(way: str, named: str) -> N
     for (message,) in run_ranks(3, try_faulty_peers, way):
         assert "needs ranks that reach each other's memory, but here is" in message
         assert named in message
+
+
+def reasons(rank: int) -> list[str]:
+    """Return the reasons against memory of peers as each step of the decision fails on rank 1."""
+    group = ProcessGroups.create(Topology(world_size=2, ep=2)).ep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_peers, "kernel_obstacle", lambda _: "old driver" if rank else None)
+        found = [device_peers.reason_against(group, torch.device("cpu"))]
+        patch.setattr(device_peers, "kernel_obstacle", lambda _: None)
+
+        def allocate(*_: Any) -> None:
+            if rank:
+                raise RuntimeError("no handle")
+
+        patch.setattr(device_peers, "symmetric_memory", allocate)
+        found.append(device_peers.reason_against(group, torch.device("cpu")))
+        patch.setattr(device_peers, "symmetric_memory", lambda *_: None)
+        found.append(device_peers.reason_against(group, torch.device("cpu")))
+        patch.setattr("socket.gethostname", lambda: f"host{rank}")
+        found.append(device_peers.reason_against(group, torch.device("cpu")))
+    return found
+
+
+def test_ranks_agree_on_what_prevents_memory_of_peers() -> None:
+    first, second = run_ranks(2, reasons)
+    assert first[:3] == [
+        "our kernels cannot run on rank 1",
+        "no symmetric memory on rank 1",
+        "",
+    ]
+    assert second[:3] == ["old driver on rank 1", "no symmetric memory (no handle) on rank 1", ""]
+    assert first[3].startswith("a group over several hosts")

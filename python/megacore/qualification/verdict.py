@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megacore import _ops
+from megacore.calls.records import make_private
 from megacore.ops.cuda_module import cuda_kernels, device_facts
 from megacore.ops.kernel_choice import LINEAR_MACS
 from megacore.qualification.cases import Sizes, operation_names
@@ -89,7 +90,8 @@ def find_verdict(
             own.
         dtype: dtype of activations in the run.
         imports: As in `Request`.
-        folder: Folder of the files. Default: in the user's cache, or where all users may write.
+        folder: Folder of the files. Default: in the user's cache, or a private one
+            for temporary files.
         again: Try all, and replace the file.
 
     Raises:
@@ -209,17 +211,21 @@ def _processor() -> str:
 
 
 def _default_folder() -> Path:
+    """Return the user's cache, or a folder beside those of other users that none of them can use.
+
+    Without either, the cache in which nothing can be kept.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (root / "megacore" / "kernels", Path(tempfile.gettempdir()) / _user_folder()):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-    return folder
-
-
-def _user_folder() -> str:
-    return f"megacore-kernels-{os.getuid()}"
+    cache = root / "megacore" / "kernels"
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    shared = Path(tempfile.gettempdir()) / f"megacore-kernels-{os.geteuid()}"
+    with suppress(OSError):
+        make_private(shared)
+        return shared
+    return cache
 
 
 def _read(path: Path) -> dict[str, Any]:

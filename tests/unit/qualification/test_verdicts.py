@@ -161,3 +161,22 @@ def test_an_operation_is_slower_by_more_than_noise() -> None:
         "swiglu": "1.3x slower at 64 x 32",
         "linear.small": "1.0x the time of torch",
     }
+
+
+def test_verdicts_are_kept_where_no_other_user_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache" / "megacore" / "kernels"
+    assert verdict._default_folder() == cache
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it
+    folder = verdict._default_folder()
+    assert folder.parent == temporary
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert verdict._default_folder() == tmp_path / "file" / "megacore" / "kernels"
+    assert verdict._Place.of(CPU, None, torch.float32, (), None).read() is None

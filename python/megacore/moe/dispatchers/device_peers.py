@@ -28,6 +28,7 @@ from megacore.moe.dispatchers.peer_memory import (
     Slots,
     row_bytes_of,
 )
+from megacore.moe.dispatchers.peer_trial import agreed_fault
 from megacore.ops import cuda_kernels, peer_exchange
 from megacore.ops.cuda_module import kernel_obstacle
 from megacore.parallel.collectives import all_gather
@@ -298,28 +299,26 @@ def symmetric_memory(
 
 def reason_against(group: Group, device: torch.device) -> str:
     """Find the reason why members cannot access each other's memory, or ``""``; collective."""
-    host = zlib.crc32(socket.gethostname().encode())
-    everyone = _agreed(group, device, host, kernel_obstacle(device) or "")
-    if everyone:
-        return everyone
+    if not _is_on_one_host(group, device):
+        return f"a group over several hosts ({group.describe()})"
+    obstacle = kernel_obstacle(device) or ""
+    fault = agreed_fault(obstacle, "our kernels cannot run", group, device)
+    if fault:
+        return fault
     try:
         symmetric_memory(group, device, 4096)
+        problem = ""
     except (RuntimeError, ImportError) as error:
-        return _agreed(group, device, host, f"no symmetric memory ({error})")
-    return _agreed(group, device, host, "")
+        problem = f"no symmetric memory ({error})"
+    return agreed_fault(problem, "no symmetric memory", group, device)
 
 
-def _agreed(group: Group, device: torch.device, host: int, problem: str) -> str:
-    mine = torch.tensor([host, int(bool(problem))], dtype=torch.int64, device=device)
-    gathered = mine.new_empty(2 * group.size)
+def _is_on_one_host(group: Group, device: torch.device) -> bool:
+    host = zlib.crc32(socket.gethostname().encode())
+    mine = torch.tensor([host], dtype=torch.int64, device=device)
+    gathered = mine.new_empty(group.size)
     all_gather(gathered, mine, group)
-    rows = host_values.read(gathered.view(-1, 2), "reachable memory of peers")
-    if any(other != host for other, _ in rows):
-        return f"a group over several hosts ({group.describe()})"
-    bad = [rank for rank, (_, is_bad) in zip(group.ranks, rows, strict=True) if is_bad]
-    if bad:
-        return f"{problem or 'a problem'} on rank {bad[0]}"
-    return ""
+    return len(set(host_values.read(gathered, "reachable memory of peers"))) == 1
 
 
 def failure_text(word: int, group: Group, timeout_s: float) -> str:
