@@ -104,7 +104,7 @@ class UpdateRule(ABC):
         Sync:
             Must be none on CUDA, and no decision may depend on a value.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define step, or update in its place")
 
     def update(self, piece: UpdatePiece, control: Tensor) -> None:
         """Update a piece unless the step is skipped; the default calls :meth:`step`.

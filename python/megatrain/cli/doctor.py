@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; exit code 1 if the core, a kernel or talk of two processes fails."""
+    """Print the facts; exit code 1 if the core, a kernel or the two gloo processes fail."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Ranks are forked first: a process that has initialized CUDA cannot fork.

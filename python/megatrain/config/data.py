@@ -106,7 +106,7 @@ class DataConfig(Section):
     cache: str | None = Field(
         default=None,
         description="Folder of tokenized sources and of indices. "
-        "Default: `~/.cache/megatrain/data`, or below `XDG_CACHE_HOME`.",
+        "Default: `~/.cache/megacore/data`, or below `XDG_CACHE_HOME`.",
     )
 
     @property

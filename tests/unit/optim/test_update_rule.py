@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megacore.buffers import make_buffers
 from megacore.buffers.options import BufferOptions
+from megacore.ops.optim import ControlAt
 from megacore.optim import (
     AdamW,
     DistributedOptimizer,
@@ -144,3 +145,13 @@ def test_a_skipped_step_changes_nothing(rule: UpdateRule) -> None:
 def test_another_object_than_a_rule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"rule must be a megacore.optim.UpdateRule, got str"):
         OptimizerOptions(rule="adamw")  # type: ignore[arg-type]
+
+
+def test_a_rule_without_a_step_is_named() -> None:
+    class Nothing(UpdateRule):
+        state = ()
+
+    control = torch.ones(len(ControlAt), dtype=torch.float64)
+    rates = Rates.of(control, lr_scale=1.0, weight_decay=0.0)
+    with pytest.raises(NotImplementedError, match="Nothing must define step, or update"):
+        Nothing().step(torch.zeros(1), torch.zeros(1), {}, rates)
