@@ -57,6 +57,7 @@ from tests.support.graphed_training import (
         (WITH_STEP, {"train": {"dtype": "bfloat16"}, "optimizer": {"moments_dtype": "bfloat16"}}),
         (WITH_STEP, {"optimizer": {"name": "lion", "lr": 3e-4}}),
         (WITH_STEP, {"optimizer": {"name": "muon"}}),
+        (WITH_STEP, {"optimizer": {"name": "adamw_8bit"}}),
         (WITH_STEP, {"train": {"loss_normalization": "token"}, "moe": STATIC}),
         (WITH_STEP, {"model": {"num_mtp_layers": 1}, "optimizer": {"distributed": False}}),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 from megacore.optim.rules.adamw import AdamW
@@ -12,6 +12,7 @@ from megacore.optim.update_rule import StateDtype, StateTensor, UpdateRule
 from megacore.options import check_options, check_values
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from megacore.optim.update_piece import UpdatePiece
@@ -112,7 +113,7 @@ def _parts(block: int) -> tuple[tuple[str, StateDtype, int], ...]:
     return ("", "uint8", 1), ("_scale", "float32", block)
 
 
-@lru_cache(maxsize=2)
+@cache
 def numbers(*, is_signed: bool) -> tuple[float, ...]:
     """Return the 256 numbers in [-1, 1] or [0, 1], rising.
 
@@ -133,6 +134,25 @@ def numbers(*, is_signed: bool) -> tuple[float, ...]:
     return tuple(sorted(found))
 
 
+def _table(device: torch.device, *, is_signed: bool) -> Tensor:
+    """Return :func:`numbers` on a device, ``(256,)``, fp32."""
+    import torch
+
+    from megacore.ops.cuda_module import is_assumed
+
+    if device.type == "cuda" and not is_assumed():
+        return _table_on_gpu(device, is_signed=is_signed)
+    return torch.tensor(numbers(is_signed=is_signed), device=device)
+
+
+@cache
+def _table_on_gpu(device: torch.device, *, is_signed: bool) -> Tensor:
+    """Return the table that stays on a GPU: a CUDA graph cannot record a copy from the host."""
+    import torch
+
+    return torch.tensor(numbers(is_signed=is_signed), device=device)
+
+
 def encode(values: Tensor, *, block: int, is_signed: bool) -> tuple[Tensor, Tensor]:
     """Round values to 8-bit numbers times the largest magnitude of their block.
 
@@ -151,7 +171,7 @@ def encode(values: Tensor, *, block: int, is_signed: bool) -> tuple[Tensor, Tens
     """
     import torch
 
-    known = torch.tensor(numbers(is_signed=is_signed), device=values.device)
+    known = _table(values.device, is_signed=is_signed)
     blocks = values.view(-1, block)
     scales = blocks.abs().amax(dim=1)
     relative = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
@@ -167,8 +187,6 @@ def encode(values: Tensor, *, block: int, is_signed: bool) -> tuple[Tensor, Tens
 
 def decode(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
     """Return the values of codes, ``(n,)``, fp32; a block of scale 0 is zero."""
-    import torch
-
-    known = torch.tensor(numbers(is_signed=is_signed), device=codes.device)
+    known = _table(codes.device, is_signed=is_signed)
     block = codes.numel() // scales.numel()
     return (known[codes.int()].view(-1, block) * scales.unsqueeze(1)).view(-1)
