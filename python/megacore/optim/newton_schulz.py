@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore.ops.optim import sum_of_squares
 from megacore.optim.matrix_plan import Cut
 from megacore.parallel.collectives import all_gather, all_reduce_
 from megacore.parallel.process_groups import Group
@@ -22,6 +23,8 @@ Coefficients = tuple[float, float, float]
 
 # A zero matrix stays zero.
 _SMALLEST_NORM = 1e-15
+# Rows of the smallest product of which equal blocks are computed once: smaller ones gain nothing.
+_LEAST_HALVED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,27 +93,37 @@ def orthogonalize(
 
 @dataclass(kw_only=True)
 class _Work:
-    """A matrix in the computation: short dimension first, ``(S, L)``."""
+    """A matrix in the computation: ``(S, L)``, or ``(L, S)`` if it is tall.
 
-    x_SL: Tensor
-    is_transposed: bool
+    Attributes:
+        x: Values, fp32 at first, then in the number format of the products.
+        is_tall: Whether the long dimension is the first one.
+        is_cut: Whether the ranks of a group have parts of the long dimension.
+    """
+
+    x: Tensor
+    is_tall: bool
     is_cut: bool
 
     @classmethod
     def of(cls, matrix: CutMatrix) -> _Work:
-        """Orient a matrix; of a square one, the cut dimension becomes the long one."""
+        """Take a matrix as it is; of a square one, the cut dimension becomes the long one."""
         rows, columns = matrix.rows, matrix.columns
-        turns = rows > columns or (rows == columns and matrix.cut == "rows")
-        values = matrix.values.t() if turns else matrix.values
-        return cls(x_SL=values, is_transposed=turns, is_cut=matrix.cut is not None)
+        is_tall = rows > columns or (rows == columns and matrix.cut == "rows")
+        return cls(x=matrix.values, is_tall=is_tall, is_cut=matrix.cut is not None)
+
+    @property
+    def x_SL(self) -> Tensor:
+        """The matrix, or its transposed view."""
+        return self.x.t() if self.is_tall else self.x
 
     def result(self, matrix: CutMatrix, group: Group) -> Tensor:
         """Return this rank's part of the result in the orientation of the matrix, fp32."""
-        x = self.x_SL.t() if self.is_transposed else self.x_SL
+        x = self.x
         if matrix.needs_gather:
-            dim = 0 if matrix.cut == "rows" else 1
-            size = matrix.values.shape[dim]
-            x = x.narrow(dim, group.position * size, size)
+            size = matrix.values.shape[0 if matrix.cut == "rows" else 1]
+            x = x.narrow(0, group.position * size, size)
+            x = x if matrix.cut == "rows" else x.t()
         return x.float()
 
 
@@ -124,12 +137,10 @@ def _gather(matrices: Sequence[CutMatrix], group: Group) -> list[_Work]:
     whole = flat.new_empty(group.size * flat.numel())
     all_gather(whole, flat, group)
     pieces = torch.split(whole.view(group.size, -1), [part.numel() for part in parts], dim=1)
-    works = []
-    for matrix, part, piece in zip(matrices, parts, pieces, strict=True):
-        rows = piece.reshape(-1, part.shape[1])
-        x_SL = rows  # the cut dimension is the short one
-        works.append(_Work(x_SL=x_SL, is_transposed=matrix.cut == "columns", is_cut=False))
-    return works
+    return [
+        _Work(x=piece.reshape(-1, part.shape[1]), is_tall=False, is_cut=False)
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
 
 
 def _iterate(
@@ -141,27 +152,66 @@ def _iterate(
     """Run all iterations on some matrices side by side; with a group, sum over its ranks."""
     if not works:
         return
-    squares = torch.stack([work.x_SL.square().sum() for work in works])
+    # In fp64, in an order that depends on the size only.
+    squares = torch.stack([sum_of_squares(work.x.contiguous()) for work in works])
     if group is not None:
         all_reduce_(squares, group)
-    norms = squares.sqrt_().clamp_(min=_SMALLEST_NORM)
+    norms = squares.sqrt_().clamp_(min=_SMALLEST_NORM).float()
     for work, norm in zip(works, norms, strict=True):
-        work.x_SL = (work.x_SL / norm).to(dtype).contiguous()
+        work.x = (work.x / norm).to(dtype).contiguous()
     # New memory for each product would cost page faults on the CPU.
-    spares = [torch.empty_like(work.x_SL) for work in works]
-    grams = [work.x_SL.new_empty(work.x_SL.shape[0], work.x_SL.shape[0]) for work in works]
+    spares = [torch.empty_like(work.x) for work in works]
+    grams = [work.x.new_empty(2 * work.x_SL.shape[:1]) for work in works]
     updates = [torch.empty_like(gram_SS) for gram_SS in grams]
     for a, b, c in iterations:
         for work, gram_SS in zip(works, grams, strict=True):
-            torch.mm(work.x_SL, work.x_SL.t(), out=gram_SS)
+            _times_transposed(work.x_SL, out=gram_SS)
         if group is not None:
             _sum_over(grams, group)
         for number, (work, gram_SS, update_SS) in enumerate(
             zip(works, grams, updates, strict=True)
         ):
-            torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=update_SS)
-            torch.addmm(work.x_SL, update_SS, work.x_SL, beta=a, out=spares[number])
-            work.x_SL, spares[number] = spares[number], work.x_SL
+            _times_transposed(gram_SS, out=update_SS, plus=gram_SS, beta=b, alpha=c)
+            factors = (work.x, update_SS) if work.is_tall else (update_SS, work.x)
+            if dtype == torch.float32:  # a product without a sum, which would copy X first
+                update_SS.diagonal().add_(a)
+                torch.mm(*factors, out=spares[number])
+            else:
+                torch.addmm(work.x, *factors, beta=a, out=spares[number])
+            work.x, spares[number] = spares[number], work.x
+
+
+def _times_transposed(
+    a_SL: Tensor,
+    *,
+    out: Tensor,
+    plus: Tensor | None = None,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+) -> None:
+    """Compute ``beta * plus + alpha * A A^T`` for a symmetric ``plus``, ``(S, S)``.
+
+    On CPUs, of large matrices only one of the two equal blocks beside the diagonal is computed.
+    """
+    size = a_SL.shape[0]
+    if a_SL.is_cuda or size < _LEAST_HALVED:
+        if plus is None:
+            torch.mm(a_SL, a_SL.t(), out=out)
+        else:
+            torch.addmm(plus, a_SL, a_SL.t(), beta=beta, alpha=alpha, out=out)
+        return
+    upper, lower = slice(0, size // 2), slice(size // 2, size)
+    for rows in (upper, lower):
+        block = None if plus is None else plus[rows, rows]
+        _times_transposed(a_SL[rows], out=out[rows, rows], plus=block, beta=beta, alpha=alpha)
+    beside = out[upper, lower]
+    if plus is None:
+        torch.mm(a_SL[upper], a_SL[lower].t(), out=beside)
+    else:
+        torch.addmm(
+            plus[upper, lower], a_SL[upper], a_SL[lower].t(), beta=beta, alpha=alpha, out=beside
+        )
+    out[lower, upper].copy_(beside.t())
 
 
 def _sum_over(grams: Sequence[Tensor], group: Group) -> None:

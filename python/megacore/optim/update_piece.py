@@ -134,31 +134,35 @@ class UpdatePiece:
             None: the old state is selected where the step is skipped.
         """
         found = torch.empty_like(self.param)
-        rates = self.rates(control)
+        scale = control[ControlAt.GRAD_SCALE].float()
         for block, into in zip(self.blocks(), torch.split(found, _BLOCK), strict=True):
-
-            def step(
-                param: Tensor,
-                grad: Tensor,
-                state: Mapping[str, Tensor],
-                rates: Rates,
-                into: Tensor = into,
-            ) -> None:
-                del param, rates
-                into.copy_(direction(grad, state))
-
-            block._apply_at_once(step, control, rates)
+            if block.grad.dtype == into.dtype:
+                grad = torch.mul(block.grad, scale, out=into)
+            else:
+                grad = into.copy_(block.grad).mul_(scale)
+            state = {
+                name: values.to(torch.float32, copy=True) for name, values in block.state.items()
+            }
+            result = direction(grad, state)
+            if result is not into:
+                into.copy_(result)
+            for name, values in state.items():
+                self.keep(block.state[name], values, control)
         return found
 
     def move(self, update: Tensor, control: Tensor) -> None:
         """Apply weight decay, subtract an update times the learning rate, unless skipped.
+
+        Args:
+            update: Overwritten.
+            control: The decision of :func:`megacore.ops.optim.decide_step_`.
 
         Sync:
             None on CUDA.
         """
         rates = self.rates(control)
         for block, step in zip(self.blocks(), torch.split(update, _BLOCK), strict=True):
-            moved = (block.param * rates.keep).sub_(step * rates.lr)
+            moved = (block.param * rates.keep).sub_(step.mul_(rates.lr))
             self.keep(block.param, moved, control)
         self.write_copy()
 
@@ -169,7 +173,7 @@ class UpdatePiece:
             None.
         """
         is_applied = control[ControlAt.IS_APPLIED] != 0.0
-        old.copy_(torch.where(is_applied, new.to(old.dtype), old))
+        torch.where(is_applied, new.to(old.dtype), old, out=old)
 
     def write_copy(self) -> None:
         """Round the main parameters into the buffer, if they are a copy."""

@@ -18,6 +18,7 @@ from megacore.optim import (
     ParamGroup,
     UpdateRule,
 )
+from megacore.optim import newton_schulz as newton_schulz_module
 from megacore.optim.newton_schulz import CutMatrix, orthogonalize
 from megacore.optim.rules.muon import CoefficientSet, Scale
 from megacore.parallel import Group, Matrices, ParamInfo, ProcessGroups
@@ -74,6 +75,20 @@ def test_singular_values_become_one_and_vectors_stay(
     found = newton_schulz(1e-4 * matrix, Muon(coefficients=coefficients, steps=14))
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     torch.testing.assert_close(found, left @ right, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(37, 50), (50, 37), (41, 41)])
+def test_equal_blocks_that_are_computed_once_change_no_result(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    whole = newton_schulz(matrix, Muon())
+    monkeypatch.setattr(newton_schulz_module, "_LEAST_HALVED", 8)
+    torch.testing.assert_close(newton_schulz(matrix, Muon()), whole, rtol=0, atol=2e-6)
+    product, plus = torch.empty(37, 37), torch.eye(37)
+    newton_schulz_module._times_transposed(matrix[:37], out=product, plus=plus, beta=2, alpha=3)
+    expected = 2 * plus + 3 * matrix[:37] @ matrix[:37].t()
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_zero_matrix_stays_zero() -> None:

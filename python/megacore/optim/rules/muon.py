@@ -148,9 +148,10 @@ class Muon(MatrixRule):
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Update the mean, and return it or the mean one step ahead."""
-        mean, new = state["momentum"], 1.0 - self.momentum
-        mean.mul_(self.momentum).add_(grad * new)
-        return grad.mul_(new).add_(mean * self.momentum) if self.nesterov else mean
+        mean = state["momentum"]
+        grad.mul_(1.0 - self.momentum)
+        mean.mul_(self.momentum).add_(grad)
+        return grad.add_(mean * self.momentum) if self.nesterov else mean
 
     def transform(self, matrices: Sequence[CutMatrix], group: Group) -> list[Tensor]:
         """Orthogonalize matrices and scale them."""
@@ -162,7 +163,7 @@ class Muon(MatrixRule):
             matrices, self.iterations, group=group, dtype=getattr(torch, self.precision)
         )
         return [
-            update * self.scale_of(matrix.rows, matrix.columns)
+            update.mul_(self.scale_of(matrix.rows, matrix.columns))
             for update, matrix in zip(found, matrices, strict=True)
         ]
 
