@@ -16,6 +16,8 @@ from megacore.parallel.param_info import Matrices, ParamInfo
 
 # Dimension of a matrix that tensor parallelism cuts.
 Cut = Literal["rows", "columns"]
+# Elements of a round on an owner, unless one unit has more.
+_ROUND_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +120,36 @@ def pack(costs: Sequence[float], num_ranks: int) -> list[int]:
         owners[index] = rank
         heapq.heappush(loads, (load + costs[index], rank))
     return owners
+
+
+def rounds_by_owner(
+    units: Sequence[MatrixUnit], costs: Sequence[float], num_ranks: int
+) -> list[list[list[MatrixUnit]]]:
+    """Give units to ranks with equal work, and cut those of each into rounds of limited size.
+
+    Args:
+        units: The units of a buffer.
+        costs: Their work, see :func:`unit_cost`.
+        num_ranks: Data-parallel ranks that share the buffer.
+
+    Returns:
+        Units of each round of each rank; ranks may have fewer rounds than others. Equal on every
+        rank for equal arguments.
+    """
+    by_owner: list[list[MatrixUnit]] = [[] for _ in range(num_ranks)]
+    owners = pack(costs, num_ranks)
+    for index in sorted(range(len(units)), key=lambda index: (-costs[index], index)):
+        by_owner[owners[index]].append(units[index])
+    return [_cut_into_rounds(mine) for mine in by_owner]
+
+
+def _cut_into_rounds(units: Sequence[MatrixUnit]) -> list[list[MatrixUnit]]:
+    rounds: list[list[MatrixUnit]] = []
+    numel = 0
+    for unit in units:
+        if not rounds or numel + unit.numel > _ROUND_NUMEL:
+            rounds.append([])
+            numel = 0
+        rounds[-1].append(unit)
+        numel += unit.numel
+    return rounds

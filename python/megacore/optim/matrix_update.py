@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from megacore.buffers import ParamGradBuffer
-from megacore.optim.matrix_plan import MatrixUnit, pack, unit_cost, units_of
+from megacore.optim.matrix_plan import MatrixUnit, rounds_by_owner, unit_cost, units_of
 from megacore.optim.matrix_rule import MatrixRule
 from megacore.optim.newton_schulz import CutMatrix
 from megacore.optim.update_piece import UpdatePiece
 from megacore.parallel.params import ShardPosition
 from megacore.parallel.process_groups import Group, ProcessGroups
 from megacore.parallel.row_exchange import RowSplits, all_to_all
-
-# Elements of a round on an owner, unless one unit has more.
-_ROUND_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +79,7 @@ class MatrixUpdate:
             where = ShardPosition.of(info, groups)
             units += units_of(param, info, tp_size=where.tp_size, ep_size=where.ep_size)
         costs = [unit_cost(unit, rule.cost, self._tp.size) for unit in units]
-        by_owner: list[list[MatrixUnit]] = [[] for _ in range(self._group.size)]
-        owners = pack(costs, self._group.size)
-        for index in sorted(range(len(units)), key=lambda index: (-costs[index], index)):
-            by_owner[owners[index]].append(units[index])
-        rounds = [_cut_into_rounds(mine) for mine in by_owner]
+        rounds = rounds_by_owner(units, costs, self._group.size)
         self._rounds = [
             self._make_round([mine[number] if number < len(mine) else [] for mine in rounds])
             for number in range(max(map(len, rounds)))
@@ -103,19 +96,30 @@ class MatrixUpdate:
             None on CUDA.
         """
         for each in self._rounds:
-            sent = [part.direction(self._rule.direction, control) for part in each.parts]
-            for part, update in zip(each.parts, self._updates(sent, each), strict=True):
+            updates = self._updates(self._directions(each, control), each)
+            for part, update in zip(each.parts, updates, strict=True):
                 part.move(update, control)
 
-    def _updates(self, sent: Sequence[Tensor], each: _Round) -> Sequence[Tensor]:
-        """Return the updates of this rank's elements from their directions."""
+    def _directions(self, each: _Round, control: Tensor) -> Tensor:
+        """Return the directions of this rank's elements, flat."""
+        found = self._empty(sum(part.numel for part in each.parts))
+        for part, into in zip(each.parts, _split(found, each), strict=True):
+            part.direction(self._rule.direction, control, into)
+        return found
+
+    def _updates(self, directions: Tensor, each: _Round) -> Sequence[Tensor]:
+        """Return the updates of this rank's elements; little memory is held between the steps."""
         if self._group.size == 1:  # the parts are the units
-            return self._transform(sent, each.units)
-        directions = torch.cat(list(sent)) if sent else self._nothing()
-        wholes = self._assemble(all_to_all(directions, self._group, each.splits), each)
-        found = self._disassemble(self._transform(wholes, each.units), each)
-        found = all_to_all(found, self._group, each.splits.reversed())
-        return torch.split(found, [part.numel for part in each.parts])
+            return self._transform(_split(directions, each), each.units)
+        received = all_to_all(directions, self._group, each.splits)
+        del directions
+        wholes = self._assemble(received, each)
+        del received
+        updates = self._transform(wholes, each.units)
+        del wholes
+        sent = self._disassemble(updates, each)
+        del updates
+        return _split(all_to_all(sent, self._group, each.splits.reversed()), each)
 
     def _transform(self, wholes: Sequence[Tensor], units: Sequence[MatrixUnit]) -> list[Tensor]:
         """Return the updates of whole units, flat."""
@@ -150,10 +154,11 @@ class MatrixUpdate:
             for number, update in enumerate(updates)
         ]
         parts = [part for by_unit in zip(*cut, strict=True) for part in by_unit]
-        return torch.cat(parts) if parts else self._nothing()
+        return torch.cat(parts) if parts else self._empty(0)
 
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, device=self._buffer.param_data.device)
+    def _empty(self, numel: int) -> Tensor:
+        device = self._buffer.param_data.device
+        return torch.empty(numel, dtype=torch.float32, device=device)
 
     def _make_round(self, by_owner: Sequence[Sequence[MatrixUnit]]) -> _Round:
         here, ranks = self._group.position, range(self._group.size)
@@ -189,17 +194,9 @@ class MatrixUpdate:
         return start, max(start, min(unit.end, own_end - first))
 
 
-def _cut_into_rounds(units: Sequence[MatrixUnit]) -> list[list[MatrixUnit]]:
-    """Cut the units of an owner into rounds of limited size."""
-    rounds: list[list[MatrixUnit]] = []
-    numel = 0
-    for unit in units:
-        if not rounds or numel + unit.numel > _ROUND_NUMEL:
-            rounds.append([])
-            numel = 0
-        rounds[-1].append(unit)
-        numel += unit.numel
-    return rounds
+def _split(values: Tensor, each: _Round) -> Sequence[Tensor]:
+    """Return the elements of each part of a round."""
+    return torch.split(values, [part.numel for part in each.parts])
 
 
 def _sections(whole: Tensor, unit: MatrixUnit) -> list[Tensor]:

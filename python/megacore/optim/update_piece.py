@@ -126,16 +126,23 @@ class UpdatePiece:
         self.write_copy()
 
     def direction(
-        self, direction: Callable[[Tensor, Mapping[str, Tensor]], Tensor], control: Tensor
-    ) -> Tensor:
-        """Call :meth:`MatrixRule.direction` on blocks and return its results, ``(n,)``, fp32.
+        self,
+        direction: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+        control: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Call :meth:`MatrixRule.direction` on blocks, and write its results to ``out``.
+
+        Args:
+            direction: The method.
+            control: The decision of :func:`megacore.ops.optim.decide_step_`.
+            out: Receives the direction, ``(n,)``, fp32.
 
         Sync:
             None: the old state is selected where the step is skipped.
         """
-        found = torch.empty_like(self.param)
         scale = control[ControlAt.GRAD_SCALE].float()
-        for block, into in zip(self.blocks(), torch.split(found, _BLOCK), strict=True):
+        for block, into in zip(self.blocks(), torch.split(out, _BLOCK), strict=True):
             if block.grad.dtype == into.dtype:
                 grad = torch.mul(block.grad, scale, out=into)
             else:
@@ -148,7 +155,6 @@ class UpdatePiece:
                 into.copy_(result)
             for name, values in state.items():
                 self.keep(block.state[name], values, control)
-        return found
 
     def move(self, update: Tensor, control: Tensor) -> None:
         """Apply weight decay, subtract an update times the learning rate, unless skipped.
