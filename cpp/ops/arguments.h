@@ -440,6 +440,17 @@ struct QuantizedBlocks {
     values = {w.size(0), w.size(transposed ? 2 : 1), w.size(transposed ? 1 : 2)};
     scales = {values[0], moe::scale_blocks(values[1]), moe::scale_blocks(values[2])};
   }
+  // Values are bytes: torch's tools for operations know no 8-bit floats that are written to.
+  void check(const Tensor& values_out, const Tensor& scales_out) const {
+    MC_REQUIRE(std::ranges::equal(values_out.sizes(), values) &&
+                   values_out.dtype() == kDTypes.uint8 && values_out.is_contiguous(),
+               "values must be {} uint8, contiguous, got {}", shape_text(values),
+               shape_text(values_out));
+    MC_REQUIRE(std::ranges::equal(scales_out.sizes(), scales) &&
+                   scales_out.dtype() == kDTypes.float32 && scales_out.is_contiguous(),
+               "scales must be {} float32, contiguous, got {}", shape_text(scales),
+               shape_text(scales_out));
+  }
   std::array<int64_t, 3> values;
   std::array<int64_t, 3> scales;
 };

@@ -36,17 +36,14 @@ std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
   return {std::move(values), std::move(scales)};
 }
 
-std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed) {
-  const QuantizedBlocks shapes(w, transposed);
+void quantize_blocks(Tensor w, bool transposed, Tensor values, Tensor scales) {
+  QuantizedBlocks(w, transposed).check(values, scales);
   w = contiguous(std::move(w));
-  Tensor values = empty(shapes.values, kDTypes.float8);
-  Tensor scales = empty(shapes.scales, kDTypes.float32);
   for_dtype(w.dtype(), [&]<typename Float>(Float) {
     moe::quantize_blocks(w.data<Float>(), values.mutable_data<uint8_t>(),
                          scales.mutable_data<float>(), w.size(0), w.size(1), w.size(2), transposed,
                          num_threads());
   });
-  return {std::move(values), std::move(scales)};
 }
 
 }  // namespace megacore::ops

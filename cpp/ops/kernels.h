@@ -35,7 +35,7 @@ inline constexpr Kernel kKernels[] = {
     {"_norm_and_rotate_backward", kernel_of<norm_and_rotate_backward>},
     {"_quantize_rows", kernel_of<quantize_rows>},
     {"_quantize_columns", kernel_of<quantize_columns>},
-    {"_quantize_blocks", kernel_of<quantize_blocks>},
+    {"_quantize_blocks_", kernel_of<quantize_blocks>},
     {"_adamw_step_", kernel_of<adamw_step>},
     {"_decide_step_", kernel_of<decide_step>},
     {"_sum_of_squares", kernel_of<sum_of_squares>},

@@ -173,13 +173,13 @@ void count_held(Tensor sums, Tensor slot_expert, int64_t first, int64_t end, int
 
 // Elements rounded to 8-bit floats and a float32 scale per block: of 128 columns of a row, of the
 // rows of an expert and a column (`m_splits`, or one expert), and of 128 x 128 elements of a
-// matrix. See moe/fp8.h for the shapes; rows from `num_rows`, an int64 scalar, on are neither read
-// nor written.
+// matrix, into given memory. See moe/fp8.h for the shapes; rows from `num_rows`, an int64 scalar,
+// on are neither read nor written.
 std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::optional<Tensor> num_rows);
 std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
                                             std::optional<Tensor> m_splits,
                                             bool transposed);
-std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed);
+void quantize_blocks(Tensor w, bool transposed, Tensor values, Tensor scales);
 
 // A tensor on the memory of another one, of any device, that does not own it.
 Tensor weak_tensor(Tensor tensor);

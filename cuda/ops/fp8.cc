@@ -44,12 +44,10 @@ std::tuple<Tensor, Tensor> quantize_columns(Tensor x,
   return {std::move(values), std::move(scales)};
 }
 
-std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed) {
-  const QuantizedBlocks shapes(w, transposed);
-  const Device device(w);
+void quantize_blocks(Tensor w, bool transposed, Tensor values, Tensor scales) {
+  QuantizedBlocks(w, transposed).check(values, scales);
+  const Device device(w, values, scales);
   w = device.contiguous(std::move(w));
-  Tensor values = device.empty(shapes.values, kDTypes.float8);
-  Tensor scales = device.empty(shapes.scales, kDTypes.float32);
   cuda::quantize_blocks({.type = float_type(w),
                          .x = w.data<void>(),
                          .values = values.mutable_data<uint8_t>(),
@@ -59,7 +57,6 @@ std::tuple<Tensor, Tensor> quantize_blocks(Tensor w, bool transposed) {
                          .width = w.size(2),
                          .transposed = transposed},
                         device.stream());
-  return {std::move(values), std::move(scales)};
 }
 
 }  // namespace megacore::ops

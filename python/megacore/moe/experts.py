@@ -17,6 +17,7 @@ from megacore.moe.echo.clones import FC1, FC2, LayerClones
 from megacore.ops.activations import clamped_swiglu, gelu, swiglu
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm import grouped_gemm, main_grad_of
+from megacore.ops.rounded_weight import rounded_of
 
 Activation = Literal["swiglu", "gelu", "clamped_swiglu"]
 _ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu, "clamped_swiglu": clamped_swiglu}
@@ -97,9 +98,11 @@ class GroupedExperts(nn.Module):
         return result
 
     def _product(
-        self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows, **outputs: Any
+        self, rows: Tensor, weight: nn.Parameter, arrived: ExpertRows, **options: Any
     ) -> Tensor:
         main_grad = main_grad_of(weight)
+        if self.product is fp8_grouped_gemm:
+            options["rounded"] = rounded_of(weight)
         return self.product(
             rows,
             weight.flatten(1, -2),
@@ -107,7 +110,7 @@ class GroupedExperts(nn.Module):
             main_grad=None if main_grad is None else main_grad.flatten(1, -2),
             clear_padding=arrived.num_rows is None,
             expected_rows=arrived.expected_rows,
-            **outputs,
+            **options,
         )
 
 

@@ -18,10 +18,12 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megacore.ops.gemm_cuda import launch_grouped, takes_fp8_kernels
@@ -34,24 +36,28 @@ from megacore.ops.quantize import (
     row_blocks,
 )
 from megacore.ops.register import define_op
+from megacore.ops.rounded_weight import RoundedWeight, rounded_of
 
 # clear_padding and expected_rows of a product of groups of rows.
 _Hints = tuple[bool, int]
 
 
-def fp8_linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ w.T + bias`` with 8-bit operands: ``(..., K)`` to ``(..., N)``.
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` with 8-bit operands: ``(..., K)`` to ``(..., N)``.
 
     Args:
         x: ``(..., K)``, any float dtype, which is that of the result.
-        w_NK: ``(N, K)``.
+        weight: ``(..., K)``, whose first dimensions are flattened to N; the parameter itself, so
+            that its `RoundedWeight` is found.
         bias: ``(N,)``, added in the dtype of ``x``.
 
     Sync:
         None.
     """
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w_NK[None], None, None, (False, 0))  # type: ignore[no-untyped-call]
-    y = y.view(*x.shape[:-1], len(w_NK))
+    w_1NK = weight.flatten(0, -2)[None]
+    rows, hints = x.reshape(-1, x.shape[-1]), (False, 0)
+    y: Tensor = _Product.apply(rows, w_1NK, None, None, hints, rounded_of(weight))  # type: ignore[no-untyped-call]
+    y = y.view(*x.shape[:-1], w_1NK.shape[1])
     return y if bias is None else y + bias
 
 
@@ -63,6 +69,7 @@ def fp8_grouped_gemm(
     main_grad: Tensor | None = None,
     clear_padding: bool = True,
     expected_rows: int = 0,
+    rounded: RoundedWeight | None = None,
 ) -> Tensor:
     """Multiply consecutive groups of rows by one weight each, with 8-bit operands.
 
@@ -76,15 +83,55 @@ def fp8_grouped_gemm(
         main_grad: Buffer to which the gradient of the weights is added, ``(E, N, K)``, float32.
         clear_padding: As in ``grouped_gemm``.
         expected_rows: As in ``grouped_gemm``.
+        rounded: Rounded copy of the weights. Default: round in this product.
 
     Sync:
         None where there are kernels, and where ``grouped_gemm`` has none for the dtype of
         ``x_MK``.
     """
     y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        x_MK, w_ENK, m_splits, main_grad, (clear_padding, expected_rows)
+        x_MK, w_ENK, m_splits, main_grad, (clear_padding, expected_rows), rounded
     )
     return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Product:
+    """One product with 8-bit operands of a model.
+
+    Attributes:
+        name: Name of the weight in the model.
+        module: The module that owns the weight.
+        weight: The parameter.
+        sizes: ``(E, N, K)``, with one expert for a linear layer.
+    """
+
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
+    sizes: tuple[int, int, int]
+
+
+def fp8_products(model: nn.Module) -> Iterator[Fp8Product]:
+    """Yield the products of linear layers and experts that take 8-bit operands.
+
+    Their modules have `fp8_linear` as ``linear``, or `fp8_grouped_gemm` as ``product``.
+    """
+    for name, module in model.named_modules():
+        is_linear = getattr(module, "linear", None) is fp8_linear
+        is_experts = getattr(module, "product", None) is fp8_grouped_gemm
+        if not is_linear and not is_experts:
+            continue
+        for key, param in module.named_parameters(recurse=False):
+            if param.dim() < 2 or key == "bias":  # which may have several dimensions
+                continue
+            num, width = (param.shape[0] if is_experts else 1), param.shape[-1]
+            yield Fp8Product(
+                name=f"{name}.{key}" if name else key,
+                module=module,
+                weight=param,
+                sizes=(num, param.numel() // (num * width), width),
+            )
 
 
 class _Product(torch.autograd.Function):
@@ -98,15 +145,17 @@ class _Product(torch.autograd.Function):
         m_splits: Tensor | None,
         main_grad: Tensor | None,
         hints: _Hints,
+        rounded: RoundedWeight | None,
     ) -> Tensor:
         values = scales = None
         if ctx.needs_input_grad[1]:
             values, scales = _quantize_columns(x, w, m_splits)
         ctx.save_for_backward(values, scales, w, m_splits)
         # Not saved by autograd: other backward passes write to it in the meantime.
-        ctx.main_grad, ctx.hints = main_grad, hints
+        ctx.main_grad, ctx.hints, ctx.rounded = main_grad, hints, rounded
         rows = quantize_rows(x, _rows_in_use(m_splits))
-        y: Tensor = _product(*rows, *quantize_blocks(w), m_splits, x.dtype, *hints)
+        weights = quantize_blocks(w) if rounded is None else rounded.blocks()
+        y: Tensor = _product(*rows, *weights, m_splits, x.dtype, *hints)
         return y
 
     @staticmethod
@@ -117,7 +166,10 @@ class _Product(torch.autograd.Function):
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
             rows = quantize_rows(grad, _rows_in_use(m_splits))
-            weights = quantize_blocks(w, transposed=True)
+            if ctx.rounded is None:
+                weights = quantize_blocks(w, transposed=True)
+            else:
+                weights = ctx.rounded.blocks(transposed=True)
             grad_x = _product(*rows, *weights, m_splits, grad.dtype, *ctx.hints)
         if ctx.needs_input_grad[1]:
             columns = _quantize_columns(grad, w, m_splits)
@@ -126,7 +178,7 @@ class _Product(torch.autograd.Function):
             out = ctx.main_grad if adds else torch.empty_like(w, dtype=torch.float32)
             _weight_grad_(*factors, out, adds, ctx.hints[1])
             grad_w = None if adds else out.to(w.dtype)
-        return grad_x, grad_w, None, None, None
+        return grad_x, grad_w, None, None, None, None
 
 
 def _rows_in_use(m_splits: Tensor | None) -> Tensor | None:

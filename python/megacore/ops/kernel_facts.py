@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megacore.ops.cuda_module import DeviceFacts, KernelBuild
-from megacore.ops.fp8 import fp8_grouped_gemm, fp8_linear
+from megacore.ops.fp8 import fp8_products
 from megacore.ops.gemm_cuda import fp8_obstacle, missing_grouped
 
 # Products that a note names.
@@ -66,11 +66,11 @@ class Fp8Products:
     @classmethod
     def of(cls, modules: Sequence[nn.Module], dtype: torch.dtype) -> Fp8Products:
         """Find the products of modules on their device."""
-        products = [each for module in modules for each in _products(module)]
+        products = [each for module in modules for each in fp8_products(module)]
         emulated = {}
-        for name, device, sizes in products:
-            if (reason := fp8_obstacle(device, dtype, *sizes)) is not None:
-                emulated[f"{name} (out {sizes[1]}, in {sizes[2]})"] = reason
+        for each in products:
+            if (reason := fp8_obstacle(each.weight.device, dtype, *each.sizes)) is not None:
+                emulated[f"{each.name} (out {each.sizes[1]}, in {each.sizes[2]})"] = reason
         return cls(number=len(products), emulated=emulated)
 
     def text(self) -> str:
@@ -92,14 +92,3 @@ class Fp8Products:
         names = list(self.emulated)
         more = ", ..." if len(names) > _MOST_SHOWN else ""
         return (f"{start}: {', '.join(names[:_MOST_SHOWN])}{more}",)
-
-
-def _products(model: nn.Module) -> Iterator[tuple[str, torch.device, tuple[int, int, int]]]:
-    """Yield name, device and ``(experts, out_features, in_features)`` of each 8-bit product."""
-    for name, module in model.named_modules():
-        is_linear = getattr(module, "linear", None) is fp8_linear
-        is_experts = getattr(module, "product", None) is fp8_grouped_gemm
-        for key, param in module.named_parameters(prefix=name, recurse=False):
-            if (is_linear or is_experts) and param.dim() >= 2:
-                experts, width = (param.shape[0] if is_experts else 1), param.shape[-1]
-                yield key, param.device, (experts, param.numel() // (experts * width), width)

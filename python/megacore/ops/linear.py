@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: ``(..., K)``.
-        weight: ``(N, K)``, dtype and device of ``x``.
+        weight: ``(..., K)``, whose first dimensions are flattened to N; dtype and device of ``x``.
         bias: ``(N,)``.
 
     Sync:
@@ -35,6 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Ours has no second derivative.
     """
+    if weight.dim() > 2:
+        weight = weight.flatten(0, -2)
     if _is_observed() or not _is_ours(x, weight):
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])

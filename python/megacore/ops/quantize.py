@@ -68,12 +68,15 @@ def quantize_columns(
     return values, scales
 
 
-def quantize_blocks(w_ENK: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_blocks(
+    w_ENK: Tensor, *, transposed: bool = False, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Round to 8 bits with one scale per 128 x 128 elements of each matrix.
 
     Args:
         w_ENK: ``(E, N, K)``, any float dtype.
         transposed: Return both results for the transposed matrices ``(E, K, N)``.
+        out: Memory of `block_buffers` for the results. Default: new memory.
 
     Returns:
         Values ``(E, N, K)`` float8_e4m3fn and scales ``(E, ceil(N / 128), ceil(K / 128))`` float32.
@@ -81,8 +84,26 @@ def quantize_blocks(w_ENK: Tensor, *, transposed: bool = False) -> tuple[Tensor,
     Sync:
         None.
     """
-    values, scales = _quantize_blocks(w_ENK, transposed)
+    values, scales = block_buffers(w_ENK, transposed=transposed) if out is None else out
+    # As bytes: torch's checks of operations cannot copy an 8-bit float that is written to.
+    _quantize_blocks_(w_ENK, transposed, values.view(torch.uint8), scales)
     return values, scales
+
+
+def block_buffers(w_ENK: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return memory for the results of `quantize_blocks`.
+
+    Example:
+        >>> values, scales = block_buffers(torch.ones(1, 3, 300), transposed=True)
+        >>> list(values.shape), list(scales.shape)
+        ([1, 300, 3], [1, 3, 1])
+    """
+    num, height, width = w_ENK.shape
+    if transposed:
+        height, width = width, height
+    shape = num, -(-height // BLOCK), -(-width // BLOCK)
+    scales = w_ENK.new_empty(shape, dtype=torch.float32)
+    return w_ENK.new_empty(num, height, width, dtype=_FORMAT), scales
 
 
 def row_blocks(m_splits: Tensor, num_rows: int) -> tuple[Tensor, int]:
@@ -180,13 +201,14 @@ def _columns_fake(x: Tensor, m_splits: Tensor | None, transposed: bool) -> tuple
     return x.new_empty(shape, dtype=_FORMAT), scales
 
 
-def _blocks_fake(w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    num, height, width = w.shape
-    if transposed:
-        height, width = width, height
-    shape = num, -(-height // BLOCK), -(-width // BLOCK)
-    scales = w.new_empty(shape, dtype=torch.float32)
-    return w.new_empty(num, height, width, dtype=_FORMAT), scales
+def _write_blocks(w: Tensor, transposed: bool, values: Tensor, scales: Tensor) -> None:
+    found = quantize_blocks_reference(w, transposed)
+    values.copy_(found[0].view(torch.uint8))
+    scales.copy_(found[1])
+
+
+def _blocks_fake(w: Tensor, transposed: bool, values: Tensor, scales: Tensor) -> None:
+    del w, transposed, values, scales
 
 
 def _columns_fit(x: Tensor, m_splits: Tensor | None, transposed: bool) -> bool:
@@ -205,8 +227,8 @@ _quantize_columns = define_compiled(
     cuda_fits=_columns_fit,
     fake=_columns_fake,
 )
-_quantize_blocks = define_compiled(
-    "quantize_blocks(Tensor w, bool transposed) -> (Tensor, Tensor)",
-    reference=quantize_blocks_reference,
+_quantize_blocks_ = define_compiled(
+    "quantize_blocks_(Tensor w, bool transposed, Tensor(a!) values, Tensor(b!) scales) -> ()",
+    reference=_write_blocks,
     fake=_blocks_fake,
 )

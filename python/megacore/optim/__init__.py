@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megacore.optim.memory import MemoryRow, memory_row, memory_table
     from megacore.optim.options import OptimizerOptions, RateOptions
     from megacore.optim.param_group import ParamGroup
+    from megacore.optim.rounded_weights import RoundedWeights
     from megacore.optim.rules.adam import Adam
     from megacore.optim.rules.adamw import AdamW
     from megacore.optim.rules.adamw_8bit import AdamW8bit
@@ -43,6 +44,7 @@ __all__ = [
     "ParamPiece",
     "RateOptions",
     "Rates",
+    "RoundedWeights",
     "StateTensor",
     "StepResult",
     "TorchOptimizer",
@@ -71,6 +73,7 @@ _HOMES = {
     "ParamPiece": "shard",
     "RateOptions": "options",
     "Rates": "update_piece",
+    "RoundedWeights": "rounded_weights",
     "SGD": "rules.sgd",
     "StateTensor": "update_rule",
     "StepResult": "step_result",

@@ -31,6 +31,7 @@ from megacore.ops import (  # noqa: F401  registers
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.kernel_choice import LINEAR_MACS
 from megacore.ops.linear import multiply_, multiply_input_grad, multiply_weight_grad_
+from megacore.ops.quantize import block_buffers
 
 Call = tuple[Callable[..., Any], list[Any]]
 
@@ -354,8 +355,9 @@ def _rounds_columns(draw: Draw) -> Iterator[Call]:
 
 def _rounds_blocks(draw: Draw) -> Iterator[Call]:
     w = draw.normal(max(1, draw.sizes.local_experts), draw.sizes.mlp, draw.sizes.width)
-    yield _op("quantize_blocks"), [w, False]
-    yield _op("quantize_blocks"), [w, True]
+    for transposed in (False, True):
+        values, scales = block_buffers(w, transposed=transposed)
+        yield _op("quantize_blocks_"), [w, transposed, values.view(torch.uint8), scales]
 
 
 def _adamw(draw: Draw) -> Iterator[Call]:
@@ -458,7 +460,7 @@ _DENSE: Mapping[str, Callable[[Draw], Iterator[Call]]] = MappingProxyType(
         "sum_of_squares": _squares,
         "quantize_rows": _rounds_rows,
         "quantize_columns": _rounds_columns,
-        "quantize_blocks": _rounds_blocks,
+        "quantize_blocks_": _rounds_blocks,
     }
 )
 _EXPERTS: Mapping[str, Callable[[Draw], Iterator[Call]]] = MappingProxyType(

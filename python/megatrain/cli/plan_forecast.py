@@ -35,6 +35,7 @@ _MEMORY = {
     "transient": "t",
     "tp buffers": "b",
     "slots of clones": "s",
+    "8-bit weights": "8",
     "workspace": "w",
     "fragmentation": "f",
     "context": "c",

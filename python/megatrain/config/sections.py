@@ -100,6 +100,10 @@ class Config(Section):
         """
         return 2 if self.pipeline.overlap_moe else 1
 
+    def keeps_rounded_weights(self, world_size: int) -> bool:
+        """Return whether weights stay in 8 bits for a step: not for one microbatch alone."""
+        return self.train.fp8 != "off" and self.num_microbatches(world_size) > 1
+
     def num_microbatches(self, world_size: int) -> int:
         """Return the microbatches per data parallel rank and optimizer step."""
         return self.train.global_batch_size // (self.train.microbatch_size * self.dp(world_size))

@@ -52,9 +52,10 @@ class TrainSectionConfig(Section):
         default="off",
         description="Operands of the products in linear layers and experts: those of `dtype`, or "
         "8-bit floats with a scale per 128 elements of activations and per 128 x 128 of weights. "
-        "Inputs of layers are kept in 8 bits. GPUs of compute capability 9.0 have kernels for "
-        "`bfloat16` (not run yet); elsewhere the products are emulated, which shows the effect on "
-        "the loss and is slower than `dtype` alone.",
+        "Inputs of layers are kept in 8 bits, and weights too, rounded once per step, if a step "
+        "has several microbatches (2 bytes per weight). GPUs of compute capability 9.0 have "
+        "kernels for `bfloat16` (not run yet); elsewhere the products are emulated, which shows "
+        "the effect on the loss and is slower than `dtype` alone.",
     )
     recompute: list[
         Literal["full", "selective", "norm", "attention", "activation", "mlp", "moe"]

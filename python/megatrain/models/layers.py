@@ -80,7 +80,10 @@ class ModelContext:
 
     @property
     def linear(self) -> Callable[..., Tensor]:
-        """Function of linear layers: ``(x, weight, bias=None)`` to ``x @ weight.T + bias``."""
+        """Function of linear layers: ``(x, weight, bias=None)`` to ``x @ weight.T + bias``.
+
+        It gets the parameter itself, of any shape ``(..., K)``.
+        """
         return fp8_linear if self.fp8 else linear
 
     @property
@@ -284,7 +287,7 @@ class ColumnLinear(nn.Module):
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
         bias = None if self.bias is None else self.bias.flatten()
         x_SBH = self.region.enter(x_SBH) if self.enters else x_SBH
-        return self.linear(x_SBH, self.weight.flatten(0, -2), bias)
+        return self.linear(x_SBH, self.weight, bias)
 
 
 class RowLinear(nn.Module):

@@ -349,6 +349,11 @@ class GPTInfos:
         )
 
 
+def takes_fp8(info: ParamInfo) -> bool:
+    """Return whether ``train.fp8`` gives the product with this weight 8-bit operands."""
+    return info.matrices is not None and not info.name.endswith((".router", ".projection"))
+
+
 def _by_name(infos: Iterable[ParamInfo]) -> Infos:
     return {info.name: info for info in infos}
 

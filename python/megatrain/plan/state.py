@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -22,7 +22,10 @@ from megatrain.config import (
     mtp_stage,
     stages_of_ranks,
 )
-from megatrain.models.param_infos import GPTInfos
+from megatrain.models.param_infos import GPTInfos, takes_fp8
+
+# Elements of a block of a rounded weight along each of its dimensions.
+_SCALE_BLOCK = 128
 
 
 def check_param_groups(param_groups: Sequence[ParamGroup], names: Collection[str]) -> None:
@@ -151,14 +154,36 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
 
 def local_numel(parallel: ParallelConfig, info: ParamInfo) -> int:
     """Return the elements of a parameter on a rank."""
+    return math.prod(_local_shape(parallel, info))
+
+
+def _local_shape(parallel: ParallelConfig, info: ParamInfo) -> tuple[int, ...]:
     tp = (parallel.etp or parallel.tp) if info.expert else parallel.tp
-    return math.prod(info.local_shape(tp, ep_size=parallel.ep))
+    return info.local_shape(tp, ep_size=parallel.ep)
+
+
+def rounded_bytes(parallel: ParallelConfig, infos: Iterable[ParamInfo]) -> int:
+    """Return the bytes of the weights that stay in 8 bits, as they are and transposed.
+
+    Args:
+        parallel: The ``[parallel]`` section.
+        infos: All parameters of a rank.
+    """
+    total = 0
+    for info in filter(takes_fp8, infos):
+        *rows, width = _local_shape(parallel, info)
+        num = rows.pop(0) if info.expert else 1
+        height = math.prod(rows)
+        scales = -(-height // _SCALE_BLOCK) * -(-width // _SCALE_BLOCK)
+        total += 2 * num * (height * width + 4 * scales)
+    return total
 
 
 def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float]]:
     """Return the bytes of weights, gradients and optimizer state of each pipeline rank, exactly.
 
-    Parameters are listed from the shapes that the model is built with.
+    With `train.fp8`, also those of weights that stay in 8 bits. Parameters are listed from the
+    shapes that the model is built with.
     """
     infos = [
         list(_stage_infos(config, sorted(mine)))
@@ -167,7 +192,7 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
     names = {info.name for of_rank in infos for info in of_rank}
     check_param_groups(config.optimizer.param_groups(), names)
     states = [plan_state(config, world_size, of_rank) for of_rank in infos]
-    return [
+    found: list[dict[str, float]] = [
         {
             "weights": state.param_bytes,
             "gradients": state.grad_bytes,
@@ -175,6 +200,10 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
         }
         for state in states
     ]
+    if config.keeps_rounded_weights(world_size):
+        for own, of_rank in zip(found, infos, strict=True):
+            own["8-bit weights"] = rounded_bytes(config.parallel, of_rank)
+    return found
 
 
 def _stage_infos(config: ResolvedConfig, mine: list[int]) -> Iterator[ParamInfo]:

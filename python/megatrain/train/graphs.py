@@ -330,6 +330,8 @@ class StepGraphs:
         return inputs
 
     def _capture_parts(self, batch: Microbatch) -> None:
+        if self._eager.rounded is not None:
+            self._eager.rounded.refresh()  # a replay of a part must not round again
         parts = [
             captured_parts(
                 chunk,

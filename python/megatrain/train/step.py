@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import host_values
-from megacore.optim import DistributedOptimizer, StepResult, WeightAverage
+from megacore.optim import DistributedOptimizer, RoundedWeights, StepResult, WeightAverage
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
@@ -171,6 +171,7 @@ class TrainStep:
                     sums = runner.passes(batches, lr=lr, recorder=recorder)
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
+        eager.expire_rounded()  # also if a graph has updated the weights
         losses, votes, reports, mtp, zeros, experts = eager.split_extra(result.extra)
         expert_metrics = eager.experts.metrics(experts)
         if not result.skipped:
@@ -253,6 +254,7 @@ class EagerStep:
         limits_loss: Skip the update of a step whose loss is above :meth:`limit_loss`.
         counts_zeros: Count the zeros in the gradient of each step.
         average: Moving average of the weights, updated after them.
+        rounded: Weights in 8 bits, which expire before each step and validation, and after updates.
     """
 
     def __init__(
@@ -272,6 +274,7 @@ class EagerStep:
         limits_loss: bool = False,
         counts_zeros: bool = False,
         average: WeightAverage | None = None,
+        rounded: RoundedWeights | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -296,6 +299,7 @@ class EagerStep:
         self._loss_limit = self._votes.new_full((), math.inf) if limits_loss else None
         self._counts_zeros = counts_zeros
         self._average = average
+        self.rounded = rounded
         self._constants: dict[float, Tensor] = {}
         self._last_backwards = {
             action.stage: action.microbatch
@@ -349,6 +353,11 @@ class EagerStep:
         self.experts.reset_counts()
         self.predictions.reset()
 
+    def expire_rounded(self) -> None:
+        """Let weights in 8 bits be rounded again before their next use."""
+        if self.rounded is not None:
+            self.rounded.expire()
+
     def start(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Do nothing: eager passes need no preparation."""
 
@@ -363,6 +372,7 @@ class EagerStep:
         del lr  # of graphs that include the update
         scale = self.optimizer.loss_scale_on_device()
         self.optimizer.zero_grads()
+        self.expire_rounded()
         losses = self._executor.run(
             self._make_forward_step(batches, loss_scale=scale),
             before_backward=self._before_backward,
@@ -404,6 +414,7 @@ class EagerStep:
 
     def validate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Run all forward passes; see ``StepRunner``."""
+        self.expire_rounded()
         losses = self._executor.run(self._make_forward_step(batches), forward_only=True)
         return self._loss_sums(losses)
 

@@ -21,6 +21,7 @@ from megacore.optim import (
     FrozenParams,
     OptimizerOptions,
     ParamPiece,
+    RoundedWeights,
     WeightAverage,
     split_frozen,
 )
@@ -347,6 +348,8 @@ def build_trainer(
         limits_loss=config.train.on_spike == "skip",
         counts_zeros=config.debug.count_zeros,
         average=average,
+        # After the optimizer, whose hooks gather weights before they are rounded.
+        rounded=RoundedWeights(chunks) if config.keeps_rounded_weights(world_size) else None,
     )
     graphs = None
     if config.graphs.mode != "off":

@@ -78,7 +78,7 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "count_held_": [sums, slots[0], 2, 5, 100],
         "quantize_rows": [rows, None],
         "quantize_columns": [rows, torch.tensor([7]), True],
-        "quantize_blocks": [w, True],
+        "quantize_blocks_": [w, True, torch.zeros(3, 8, 4).byte(), torch.zeros(3, 1, 1)],
         "route": [draw(7, 4), draw(4), None, torch.zeros(4).long(), *routed],
         "route_backward": [
             *(draw(7, 2), draw(7, 4), torch.tensor([[0, 1]] * 7), draw(1, 4)),
@@ -228,7 +228,13 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("quantize_rows", {0: torch.ones(7)}, r"x must be \(M, K\), got \(7,\)"),
         ("quantize_rows", {1: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),
         ("quantize_columns", {1: torch.tensor([7.0])}, r"m_splits must be \(E,\) int64, got \(1,"),
-        ("quantize_blocks", {0: torch.ones(7, 8)}, r"w must be \(E, N, K\), got \(7, 8\)"),
+        ("quantize_blocks_", {0: torch.ones(7, 8)}, r"w must be \(E, N, K\), got \(7, 8\)"),
+        ("quantize_blocks_", {2: torch.ones(3)}, r"values must be \(3, 8, 4\) uint8, .*got \(3,\)"),
+        (
+            "quantize_blocks_",
+            {3: torch.ones(3)},
+            r"scales must be \(3, 1, 1\) float32, .*got",
+        ),
         ("route", {0: torch.ones(7, 4).double()}, r"logits must be \(T, E\) float32"),
         ("route", {1: torch.ones(5)}, r"bias must be \(4,\), got \(5,\)"),
         ("route", {2: torch.ones(7, 3).long()}, r"chosen must be \(7, 2\), got \(7, 3\)"),

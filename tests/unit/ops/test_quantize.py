@@ -126,8 +126,6 @@ def test_other_dtypes_take_the_reference(dtype: torch.dtype) -> None:
     [
         ("quantize_rows", (torch.randn(5, 130), None)),
         ("quantize_columns", (torch.randn(140, 16), torch.tensor([130, 4]), False)),
-        ("quantize_blocks", (torch.randn(2, 130, 16), False)),
-        ("quantize_blocks", (torch.randn(2, 130, 16), True)),
     ],
 )
 def test_fake_results_have_the_shapes_of_the_real_ones(name: str, args: tuple[Any, ...]) -> None:

@@ -204,7 +204,7 @@ class LatentProjection(nn.Module):
         else:
             assert self.q is not None
             x_SBH = self.region.enter(x_SBH)
-            q = self.linear(x_SBH, self.q.flatten(0, 1))
+            q = self.linear(x_SBH, self.q)
         kv = self.linear(x_SBH, self.kv_down)
         kv_SBC, k_rot_SBR = torch.split_with_sizes(kv, self.widths[1:], dim=-1)
         return torch.cat((q, rms_norm(kv_SBC, self.kv_norm, self.eps), k_rot_SBR), dim=-1)
