@@ -44,6 +44,7 @@ from megatrain.models.transformer import MLP, TransformerLayer
 from megatrain.train.callbacks import Callback
 from megatrain.train.metrics import StepRecord
 from megatrain.train.trainer import Trainer
+from megatrain.train.weight_stream import refresh_weights, stream_weights
 
 __all__ = [
     "MLP",
@@ -88,8 +89,10 @@ __all__ = [
     "recompute",
     "reduce_from_group",
     "reduce_scatter_sequence",
+    "refresh_weights",
     "rms_norm",
     "scatter_sequence",
+    "stream_weights",
     "swiglu",
     "token_loss",
 ]

@@ -151,12 +151,24 @@ class StoredWeights:
         Raises:
             CheckpointError: If the checkpoint lacks the parameter or cannot be read.
         """
-        stored = self._find(name)
+        size = tuple(self._find(name).size)
+        return self._read(name, (0,) * len(size), size)
+
+    def read_part(self, name: str, first: int, last: int) -> Tensor:
+        """Read the elements ``[first, last)`` of the first dimension of a parameter.
+
+        Raises:
+            CheckpointError: As `read_param`.
+        """
+        size = tuple(self._find(name).size)
+        return self._read(name, (first, *(0 for _ in size[1:])), (last - first, *size[1:]))
+
+    def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         chunk = Chunk(
             key=self._key(name),
-            full_shape=tuple(stored.size),
-            offsets=(0,) * len(stored.size),
-            tensor=torch.empty(stored.size, dtype=self.dtype(name)),
+            full_shape=tuple(self._find(name).size),
+            offsets=offsets,
+            tensor=torch.empty(sizes, dtype=self.dtype(name)),
         )
         _fill(self._reader, self._metadata, [chunk])
         return chunk.tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,15 @@ import torch
 from megacore.errors import CheckpointError, MegacoreError
 from megatrain.checkpoint import StoredWeights
 from megatrain.checkpoint.format import step_folder, step_folders
-from megatrain.checkpoint.model_files import (
-    DTYPES_NAME,
-    GENERATION_NAME,
-    TOKEN_IDS,
-    Files,
-    files_of_model,
-    model_folder,
-    token_ids,
-    write_files,
-)
-from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, tokenizer_files
-from megatrain.config import ModelConfig, MoEConfig, config_from_values
+from megatrain.checkpoint.model_files import GENERATION_NAME, write_files
+from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
+from megatrain.config import config_from_values
 from megatrain.files import describe_os_error, filled_folder
-from megatrain.hf import HFTensors, config_to_hf, updated_config
-from megatrain.hf_folder import (
-    CONFIG_NAME,
-    TensorSpec,
-    read_object,
-    write_json,
-    write_tensors,
-)
-from megatrain.models.build import torch_dtype
+from megatrain.hf.export_plan import KeptFiles, plan_export
+from megatrain.hf_folder import CONFIG_NAME, write_json, write_tensors
 
 # Limit of `transformers` before version 5; files of this size can be copied anywhere.
 MAX_SHARD_BYTES = 5 * 10**9
-# Entries of an imported config.json that no family's table has.
-_KEPT_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,151 +90,33 @@ def export_checkpoint(
         averaged=averaged,
     )
     config = config_from_values(stored.config, source=str(stored.folder))
-    kept = _Kept.of(config.data.tokenizer, stored.folder)
-    trained = config.train.dtype or "float32"
-    hf_config, notes = kept.config(config.model, config.moe, family)
-    tensors = HFTensors(
-        hf_config["model_type"],
-        config.model,
-        config.moe,
-        dtype=torch_dtype(dtype or kept.dtype or trained),
-        others={} if dtype else kept.dtypes,
-    )
-    if dtype or not kept.dtype:
-        dtype = dtype or trained
-        stated = [name for name in ("dtype", "torch_dtype") if name in hf_config]
-        hf_config |= dict.fromkeys(stated or ("dtype", "torch_dtype"), dtype)
-        notes += kept.rounding(tensors.specs, dtype)
-    elif trained == "float32" != kept.dtype:
-        notes += (
-            f"the weights are {kept.dtype}, as in the imported files, though train.dtype is "
-            f"{trained}; --dtype {trained} keeps more digits",
-        )
-    generation = kept.generation(hf_config)
+    kept = KeptFiles.of(config.data.tokenizer, stored.folder)
+    plan = plan_export(config, kept, dtype=dtype, family=family)
+    generation = kept.generation(plan.config)
     try:
         with stored, filled_folder(out), torch.no_grad():
             files = write_tensors(
-                out, tensors.specs, tensors.blocks(stored), max_shard_bytes=max_shard_bytes
+                out,
+                plan.tensors.specs,
+                plan.tensors.blocks(stored),
+                max_shard_bytes=max_shard_bytes,
             )
             stored.verify()
             write_files(kept.tokenizer, out)
             if generation:
                 write_json(out / GENERATION_NAME, generation)
-            write_json(out / CONFIG_NAME, hf_config)
+            write_json(out / CONFIG_NAME, plan.config)
     except OSError as error:
         raise MegacoreError(f"cannot write to {out}: {describe_os_error(error)}") from error
     return ExportedModel(
         checkpoint=stored.folder,
-        config=hf_config,
+        config=plan.config,
         files=files,
-        dtype=dtype or str(kept.dtype),
-        num_params=sum(math.prod(spec.shape) for spec in tensors.specs),
+        dtype=plan.dtype,
+        num_params=sum(math.prod(spec.shape) for spec in plan.tensors.specs),
         has_tokenizer=TOKENIZER_NAME in kept.tokenizer,
-        notes=notes,
+        notes=plan.notes,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """Files of the model that are kept with the run.
-
-    Attributes:
-        original: The imported ``config.json``; ``None`` for a model from scratch.
-        sampling: ``generation_config.json``; empty if there is none.
-        dtype: Number format of the imported files.
-        dtypes: Number formats of tensors that have another one.
-        tokenizer: The tokenizer's files.
-    """
-
-    original: dict[str, Any] | None
-    sampling: dict[str, Any]
-    dtype: str | None
-    dtypes: dict[str, torch.dtype]
-    tokenizer: Files
-
-    @classmethod
-    def of(cls, tokenizer: str, checkpoint: Path) -> _Kept:
-        """Read the files; the tokenizer may still be where the run found it."""
-        folder = model_folder(checkpoint)
-        files = {} if folder is None else dict(files_of_model(folder))
-        read = {
-            name: read_object(path) if isinstance(path := files.pop(name, None), Path) else None
-            for name in (CONFIG_NAME, GENERATION_NAME, DTYPES_NAME)
-        }
-        dtypes = read[DTYPES_NAME] or {"default": None, "tensors": {}}
-        return cls(
-            original=read[CONFIG_NAME],
-            sampling=read[GENERATION_NAME] or {},
-            dtype=dtypes["default"],
-            dtypes={name: torch_dtype(dtype) for name, dtype in dtypes["tensors"].items()},
-            tokenizer=files or tokenizer_files(tokenizer),
-        )
-
-    def config(
-        self, model: ModelConfig, moe: MoEConfig, family: str | None
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return ``config.json``, and notes on its changes."""
-        original = self.original
-        if original is None:
-            return config_to_hf(model, moe, family=family) | self.token_ids(), ()
-        kind, notes = original["model_type"], []
-        found = updated_config(original, model, moe) if family in (None, kind) else None
-        longest = original.get("max_position_embeddings")
-        if found is None:
-            found = config_to_hf(model, moe, family=family)
-            found |= {name: original[name] for name in _KEPT_NAMES if name in original}
-            if isinstance(longest, int) and model.rope_scaling.type != "dynamic":
-                found["max_position_embeddings"] = max(longest, model.seq_length)
-            if family is None:
-                notes.append(f"the model is not a {kind} any more, so config.json is new")
-        if found.get("max_position_embeddings") != longest:
-            notes.append(
-                f"max_position_embeddings = {found['max_position_embeddings']}, the length of "
-                f"training, instead of {longest}"
-            )
-        return found, tuple(notes)
-
-    def generation(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``generation_config.json``; empty if ``config.json`` states everything."""
-        if self.original is None:
-            # Without an entry, `transformers` would use the ids of the family's first model.
-            base = self.sampling or {"_from_model_config": True, **dict.fromkeys(TOKEN_IDS)}
-            return base | _known(self.token_ids())
-        stated = _known({name: config.get(name) for name in TOKEN_IDS})
-        if "eos_token_id" not in stated:
-            stated = _known(self.token_ids()) | stated
-        elif not self.sampling:
-            return {}
-        base = self.sampling
-        if not base and "eos_token_id" in stated:
-            base = {"_from_model_config": True}
-        missing = [name for name in stated if base and base.get(name) is None]
-        return base | {name: stated[name] for name in missing}
-
-    def token_ids(self) -> dict[str, Any]:
-        """Return the ids that ``generation_config.json``, else the tokenizer, states."""
-        tokenizer, ids = self.tokenizer.get(TOKENIZER_NAME), dict[str, Any].fromkeys(TOKEN_IDS)
-        if self.sampling.get("eos_token_id") is None and isinstance(tokenizer, Path):
-            ids |= token_ids(tokenizer.parent)
-        return ids | _known({name: self.sampling.get(name) for name in TOKEN_IDS})
-
-    def rounding(self, specs: Sequence[TensorSpec], dtype: str) -> tuple[str, ...]:
-        """Return a note on tensors that had a wider format than most of the imported files."""
-        rounded = [
-            spec.name
-            for spec in specs
-            if spec.dtype != torch.float32 and self.dtypes.get(spec.name) == torch.float32
-        ]
-        if not rounded:
-            return ()
-        return (
-            f"{len(rounded)} tensors, such as {rounded[0]}, were float32 in the imported files and "
-            f"are rounded to {dtype}",
-        )
-
-
-def _known(ids: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: token for name, token in ids.items() if token is not None}
 
 
 def _folder_of_step(path: Path, step: int) -> Path:

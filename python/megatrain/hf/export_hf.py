@@ -15,7 +15,7 @@ from megacore.parallel.param_info import ParamInfo
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import FAMILIES
 from megatrain.hf.import_hf import copies_of, describe_params
-from megatrain.hf.rows import Row, Run, rows_of, runs_of
+from megatrain.hf.rows import Row, Run, parts_of, rows_of, runs_of
 from megatrain.hf_folder import TensorSpec, read_blocks
 from megatrain.models.shape import GPTShape
 
@@ -70,15 +70,36 @@ class HFTensors:
                 for spec in self._specs(named[name])
             ]
 
-    def values(self, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors in the order of `specs`.
+    def whole(
+        self, read: Callable[[str, int, int, torch.dtype | None], Tensor | None]
+    ) -> Iterator[tuple[TensorSpec, Tensor | None]]:
+        """Yield each tensor of `specs`, in order, while no more than a part of a parameter is held.
+
+        A part is one expert, or the gate of a gated MLP, where the table has these as tensors of
+        their own; else it is the parameter.
 
         Args:
-            read: Returns a whole parameter by name; called for one parameter after another.
+            read: Returns the elements ``[first, last)`` of the first dimension of a parameter:
+                ``read(name, first, last, dtype)``. The values may have the number format
+                ``dtype``, that of all tensors of the part, or ``None`` if these have several. A
+                reader may return ``None``; then the part's tensors are ``None``.
         """
+        specs = iter(self.specs)
         for info in self._params():
             row, _ = next(rows_of(info.name, self._table, self._num_experts))
-            yield from row.transform.split(read(info.name), self._shape)
+            for first, last in parts_of(row.transform, info.full_shape):
+                on_meta = torch.empty((last - first, *info.full_shape[1:]), device="meta")
+                count = len(row.transform.split(on_meta, self._shape))
+                theirs = [next(specs) for _ in range(count)]
+                dtypes = {spec.dtype for spec in theirs}
+                part = read(info.name, first, last, dtypes.pop() if len(dtypes) == 1 else None)
+                if part is None:
+                    yield from ((spec, None) for spec in theirs)
+                    continue
+                values = row.transform.split(part, self._shape)
+                del part
+                for spec, value in zip(theirs, values, strict=True):
+                    yield spec, value.to(spec.dtype)
 
     def blocks(self, source: ParamSource) -> Iterator[Iterator[Tensor]]:
         """Yield, in the order of `specs`, the consecutive blocks of each tensor.

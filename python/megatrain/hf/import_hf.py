@@ -33,7 +33,7 @@ from megatrain.models.gpt import GPTChunk
 from megatrain.models.shape import GPTShape
 
 # Tensors of older folders that follow from the configuration: frequencies and masks.
-_DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 HEAD = "lm_head.weight"
 # Parameters whose last rows may be padding.
 _PADDED = ("embedding", "head")
@@ -104,7 +104,7 @@ class HFWeights:
             if copy in tensors:
                 _check_equal(tensors, copy, self._rows[name][1][0], _COPY_ADVICE)
                 used.add(copy)
-        left = sorted(name for name in set(tensors.keys()) - used if not name.endswith(_DERIVED))
+        left = sorted(name for name in set(tensors.keys()) - used if not name.endswith(DERIVED))
         if left:
             for name in sorted(used):
                 _dtype_of(tensors, name)  # the others may be scales of an unsupported format

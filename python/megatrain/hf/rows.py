@@ -114,6 +114,18 @@ def rows_of(layer_name: str, table: Table, num_experts: int) -> Iterator[tuple[R
         yield candidate, candidate.names(layer, num_experts)
 
 
+def parts_of(transform: Transform, full_shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return ranges of a parameter's first dimension whose tensors are made without the others.
+
+    Example:
+        >>> parts_of(STACKED, (3, 8, 4)), parts_of(SAME, (8, 4))
+        ([(0, 1), (1, 2), (2, 3)], [(0, 8)])
+    """
+    if transform.dims.get(0) == TENSORS:
+        return [(at, at + 1) for at in range(full_shape[0])]
+    return [(0, full_shape[0])]
+
+
 def runs_of(
     transform: Transform, full_shape: tuple[int, ...], shape: GPTShape
 ) -> list[list[Run]] | None:

@@ -87,7 +87,7 @@ def test_predictions_are_theirs_and_are_exported_under_the_same_names(
     tensors = HFTensors(kind, imported.model, imported.moe, dtype=torch.float32)
     exported = {
         spec.name: value
-        for spec, value in zip(tensors.specs, tensors.values(infos.__getitem__), strict=True)
+        for spec, value in tensors.whole(lambda name, first, last, _: infos[name][first:last])
     }
     files = TensorFiles(tmp_path)
     assert exported.keys() == set(files.keys())
