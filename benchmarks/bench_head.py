@@ -23,8 +23,8 @@ from torch.nn.functional import linear
 
 from _common import finish, header, options
 from megacore.parallel.process_groups import Group
-from megatrain.models.head_loss import head_cross_entropy
-from megatrain.models.loss import cross_entropy
+from megatrain.models.head_loss import head_token_losses
+from megatrain.models.loss import cross_entropy, mean_of_labels
 from megatrain.models.shape import block_columns
 
 
@@ -43,11 +43,12 @@ def child(how: str, dtype: torch.dtype, vocab: int, tokens: int, hidden: int) ->
         if how == "whole":
             logits = linear(x, weight)
             return cross_entropy(logits, labels, first_column=0, group=Group.solo())
-        return head_cross_entropy(
+        losses = head_token_losses(
             x, weight, labels, num_columns=weight.shape[0],
             columns=block_columns(tokens, vocab) or vocab, first_column=0, softcap=None,
             group=Group.solo(),
         )  # fmt: skip
+        return mean_of_labels(losses, labels)
 
     def draw(vocab: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)

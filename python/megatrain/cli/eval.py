@@ -33,7 +33,8 @@ def add_parser(subparsers: Any) -> None:
         "on the validation sets of the run (train.eval_steps batches of each, as in training), or "
         "on other data. Settings of the run can be changed: --model.seq_length=512, "
         "--parallel.tp=2.",
-        usage="megacore eval RUN [--data DATA] [--nproc N] [--json] [--section.key=value ...]",
+        usage="megacore eval RUN [--data DATA] [--logprobs FILE] [--nproc N] [--json] "
+        "[--section.key=value ...]",
     )
     parser.add_argument(
         "weights",
@@ -56,6 +57,12 @@ def add_parser(subparsers: Any) -> None:
         "--nproc", metavar="N", type=whole_number, default=1, help="processes (default: 1)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--logprobs",
+        metavar="FILE",
+        type=Path,
+        help="write the log-prob of every token, one line of JSON per sample",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,20 +79,24 @@ def run(args: argparse.Namespace) -> int:
     config = resolve_for_training(source.config, world_size, launcher=launcher or "--nproc")
     check_start(config)
     options = replace(launch_options(config.run, threads=threads, debug=args.debug), error_dir=None)
-    worker = partial(evaluate_rank, source, config, args.json)
+    worker = partial(evaluate_rank, source, config, args.json, args.logprobs)
     if launcher:
         return run_under_torchrun(worker, options=options)
     return run_ranks_local(world_size, worker, options=options)
 
 
 def evaluate_rank(
-    source: EvalSource, config: ResolvedConfig, as_json: bool, context: RankContext
+    source: EvalSource,
+    config: ResolvedConfig,
+    as_json: bool,
+    logprobs: Path | None,
+    context: RankContext,
 ) -> int:
     """Evaluate on one rank; rank 0 prints."""
     from megatrain.train.evaluate import evaluate
     from megatrain.train.metrics import finite
 
-    found = evaluate(source, config, context)
+    found = evaluate(source, config, context, logprobs=logprobs)
     if context.rank == 0:
         print(json.dumps(finite(found), indent=2) if as_json else _text(found), flush=True)
     return 0

@@ -6,7 +6,7 @@ Shapes: S sequence, B batch, H hidden, V vocabulary. Activations are ``(S, B, H)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -25,9 +25,15 @@ from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.attention.rotary import RotaryTables
 from megatrain.models.dropout import Site
-from megatrain.models.head_loss import head_cross_entropy
+from megatrain.models.head_loss import head_token_losses
 from megatrain.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
-from megatrain.models.loss import Loss, LossContext, token_loss
+from megatrain.models.loss import (
+    Loss,
+    LossContext,
+    mean_of_labels,
+    token_loss,
+    token_losses,
+)
 from megatrain.models.multi_token import NO_LABEL, MultiTokenPrediction, ahead
 from megatrain.models.shape import GPTShape, block_columns
 from megatrain.models.stage import ContextOptions, Stage, make_context
@@ -373,6 +379,8 @@ class Head(nn.Module):
         super().__init__()
         self.region = context.region
         self.loss, self.context = loss, LossContext.of(context.region, context.shape)
+        # Called with the losses of labels `(S, B)`, and the microbatch, of each pass.
+        self.recorder: Callable[[Tensor, Microbatch], None] | None = None
         if not context.shape.tie_embeddings:
             self.weight = _vocab_matrix(context.infos.vocab_matrix("head"), context)
         elif tied_weight is not None:
@@ -389,12 +397,27 @@ class Head(nn.Module):
 
         The logits of the default loss are computed in blocks of columns if they are large.
         """
+        if self.loss is token_loss or self.recorder is not None:
+            losses_SB = self.token_losses(x_SBH, batch)
+            if self.recorder is not None:
+                self.recorder(losses_SB, batch)
+            if self.loss is token_loss:
+                return mean_of_labels(losses_SB, self.context.labels(batch))
+        return self.loss(self.columns(x_SBH), batch, self.context)
+
+    def token_losses(self, x_SBH: Tensor, batch: Microbatch) -> Tensor:
+        """Compute the loss of each label of this cp rank, ``(S, B)``, in blocks if it is large."""
         tokens = x_SBH.shape[0] * self.region.num_slices * x_SBH.shape[1]
         columns = block_columns(tokens, self.weight.shape[0])
-        if self.loss is not token_loss or columns is None:
-            return self.loss(self.columns(x_SBH), batch, self.context)
+        if columns is None:
+            return token_losses(
+                self.columns(x_SBH),
+                self.context.labels(batch),
+                first_column=self.context.first_column,
+                group=self.region.group,
+            )
         use_params(self)
-        return head_cross_entropy(
+        return head_token_losses(
             self.region.enter(self._scaled(x_SBH)),
             self.weight,
             self.context.labels(batch),

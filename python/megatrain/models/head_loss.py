@@ -31,7 +31,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 
 
-def head_cross_entropy(
+def head_token_losses(
     x_SBH: Tensor,
     weight_RH: Tensor,
     labels_SB: Tensor,
@@ -42,7 +42,7 @@ def head_cross_entropy(
     softcap: float | None,
     group: Group,
 ) -> Tensor:
-    """Compute ``cross_entropy(softcap(linear(x, weight[:num_columns])))`` in blocks.
+    """Compute ``token_losses(softcap(linear(x, weight[:num_columns])))`` in blocks.
 
     Soft caps are computed in float32 at least. Gradients of narrow inputs are sums of one rounded
     product per block, in float32.
@@ -50,7 +50,7 @@ def head_cross_entropy(
     Args:
         x_SBH: ``(S, B, H)``, the same on every rank, any float dtype.
         weight_RH: This rank's rows, ``(R, H)``.
-        labels_SB: Global token ids, ``(S, B)``, int64, see `cross_entropy`.
+        labels_SB: Global token ids, ``(S, B)``, int64, see `token_losses`.
         num_columns: Rows that are not padding, V; may be 0.
         columns: C.
         first_column: Global id of row 0.
@@ -58,26 +58,26 @@ def head_cross_entropy(
         group: The tp group.
 
     Returns:
-        Scalar, float32 (float64 for float64 inputs), the same on every rank; 0 if all labels are
-        ignored. The gradient of ``x_SBH`` is this rank's part of a sum over ranks.
+        ``(S, B)``, float32 (float64 for float64 inputs), the same on every rank; 0 for an ignored
+        label. The gradient of ``x_SBH`` is this rank's part of a sum over ranks.
 
     Sync:
         Two all-reduces over ``group``; none for a group of one.
 
     Example:
         >>> x, weight, labels = torch.zeros(1, 1, 2), torch.zeros(4, 2), torch.tensor([[2]])
-        >>> loss = head_cross_entropy(x, weight, labels, num_columns=4, columns=3, first_column=0,
-        ...                           softcap=None, group=Group.solo())
-        >>> f"{loss.item():.4f}"  # ln(4)
+        >>> losses = head_token_losses(x, weight, labels, num_columns=4, columns=3, first_column=0,
+        ...                            softcap=None, group=Group.solo())
+        >>> f"{losses.item():.4f}"  # ln(4)
         '1.3863'
     """
-    result: Tensor = _HeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _HeadTokenLosses.apply(  # type: ignore[no-untyped-call]
         x_SBH, weight_RH, labels_SB, num_columns, columns, first_column, softcap, group
     )
     return result
 
 
-class _HeadCrossEntropy(torch.autograd.Function):
+class _HeadTokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,18 +105,17 @@ class _HeadCrossEntropy(torch.autograd.Function):
         all_reduce_(sums, group)
         log_sum = sums[0].log_().add_(whole_maximum)
         counts = labels.flatten() >= 0
-        num_tokens = counts.sum().clamp_(min=1)
-        ctx.save_for_backward(x, weight, labels, log_sum, num_tokens)
+        ctx.save_for_backward(x, weight, labels, log_sum)
         ctx.rest = (num_columns, columns, first_column, softcap)
-        return (log_sum - sums[1]).mul_(counts).sum() / num_tokens
+        return (log_sum - sums[1]).mul_(counts).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, log_sum, num_tokens = ctx.saved_tensors
+        x, weight, labels, log_sum = ctx.saved_tensors
         num_columns, columns, first_column, softcap = ctx.rest
         blocks = _Blocks(x, weight, labels - first_column, num_columns, columns, softcap)
-        scale = (labels.flatten() >= 0) * (grad / num_tokens)
+        scale = ((labels >= 0) * grad).flatten()
         # A split backward pass requests one of the two at a time.
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.zeros_like(blocks.x, dtype=log_sum.dtype) if needs_x else None

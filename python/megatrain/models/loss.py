@@ -168,13 +168,34 @@ def cross_entropy(
         >>> f"{loss.item():.4f}"  # ln(4)
         '1.3863'
     """
-    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    losses = token_losses(logits_SBV, labels_SB, first_column=first_column, group=group)
+    return mean_of_labels(losses, labels_SB)
+
+
+def mean_of_labels(losses_SB: Tensor, labels_SB: Tensor) -> Tensor:
+    """Return the mean of the losses of the labels that count; 0 if all are ignored."""
+    return losses_SB.sum() / (labels_SB >= 0).sum().clamp_(min=1)
+
+
+def token_losses(
+    logits_SBV: Tensor, labels_SB: Tensor, *, first_column: int, group: Group
+) -> Tensor:
+    """Compute the negative log likelihood of each label; arguments as for `cross_entropy`.
+
+    Returns:
+        ``(S, B)``, float32 (float64 for float64 logits), the same on every rank; 0 for an ignored
+        label.
+
+    Sync:
+        Two all-reduces over ``group``; none for a group of one.
+    """
+    result: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         logits_SBV, labels_SB, first_column, group
     )
     return result
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, first_column: int, group: Group
@@ -194,16 +215,15 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce_(sums, group)
         softmax.div_(sums[0, ..., None])
         counts = labels >= 0
-        num_tokens = counts.sum().clamp_(min=1)
-        ctx.save_for_backward(softmax, column, here, counts, num_tokens)
+        ctx.save_for_backward(softmax, column, here, counts)
         ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).mul_(counts).sum() / num_tokens
+        return (sums[0].log() - sums[1]).mul_(counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, column, here, counts, num_tokens = ctx.saved_tensors
-        scale = counts[..., None] * (grad / num_tokens)
+        softmax, column, here, counts = ctx.saved_tensors
+        scale = (counts * grad)[..., None]
         grad_logits = softmax * scale
         if grad_logits.shape[-1] > 0:
             grad_logits.scatter_add_(-1, column, here[..., None] * -scale)

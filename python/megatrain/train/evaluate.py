@@ -20,6 +20,7 @@ from megatrain.hf_folder import dtype_name, is_model_folder
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.logprobs import LogprobFile, LogprobRecorder
 from megatrain.train.trainer import build_trainer
 
 # Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
@@ -126,13 +127,20 @@ def _hf_values(folder: Path, data: str | None, keys: set[str]) -> dict[str, Any]
     return values
 
 
-def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -> dict[str, Any]:
+def evaluate(
+    source: EvalSource,
+    config: ResolvedConfig,
+    context: RankContext,
+    *,
+    logprobs: Path | None = None,
+) -> dict[str, Any]:
     """Load the weights and compute the loss of each validation set. Collective.
 
     Args:
         source: The weights.
         config: ``source.config``, resolved.
         context: Rank, world size and device of this process.
+        logprobs: File for the log-probs of all labels, a line of JSON per sample.
 
     Returns:
         ``path``, ``step``, ``parameters``, ``loss`` and ``perplexity`` (the mean over the sets by
@@ -144,13 +152,24 @@ def evaluate(source: EvalSource, config: ResolvedConfig, context: RankContext) -
     )
     load_initial_weights(trainer, source.path)
     counts = trainer.validation_samples(whole=source.whole)
+    file = None if logprobs is None else LogprobFile(logprobs, trainer)
+    recorder = None if file is None else LogprobRecorder(trainer)
+
+    def on_batch(name: str) -> None:
+        if file is not None and recorder is not None:
+            samples = [one for one in recorder.take() if one.sample < counts[name]]
+            file.write([one.to_json(name) for one in samples])
+        console.batch()
+
     with EvaluationConsole(
         num_batches=sum(-(-count // config.train.global_batch_size) for count in counts.values()),
         num_tokens=sum(counts.values()) * config.model.seq_length,
         silent=context.rank != 0,
         file=sys.stderr,
     ) as console:
-        found = trainer.evaluate(whole=source.whole, on_batch=console.batch)
+        found = trainer.evaluate(whole=source.whole, on_batch=on_batch)
+    if file is not None:
+        file.finish()
     for name, each in found.items():
         if each.num_labels == 0:
             raise DataError(f"no label of the validation set {name} counts, so it has no loss")

@@ -6,6 +6,7 @@ function of the configuration, so agreement needs no communication.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,12 +159,12 @@ class Trainer:
         return rate.at(step)
 
     def evaluate(
-        self, *, whole: bool = False, on_batch: Callable[[], None] | None = None
+        self, *, whole: bool = False, on_batch: Callable[[str], None] | None = None
     ) -> dict[str, Evaluation]:
         """Compute the mean loss of each validation set over ``train.eval_steps`` fixed batches.
 
         With ``whole``, every sample of a set counts once; use ``train.loss_normalization`` "token".
-        ``on_batch`` is called after each global batch.
+        ``on_batch`` is called with the name of the set after each global batch.
         """
         if not self.data.validation:
             raise DataError("there is no validation data; set train.eval_interval = 0")
@@ -172,7 +173,7 @@ class Trainer:
             name: self.step.evaluate(
                 self._batches(OneEpoch(samples) if whole else samples),
                 num_steps=-(-counts[name] // batch),
-                on_batch=on_batch,
+                on_batch=None if on_batch is None else functools.partial(on_batch, name),
             )
             for name, samples in self.data.validation.items()
         }

@@ -16,8 +16,8 @@ from megacore.ops.split_backward import backward_input
 from megacore.parallel.process_groups import Group
 from megatrain.config import MoEConfig
 from megatrain.models import gpt
-from megatrain.models.head_loss import head_cross_entropy
-from megatrain.models.loss import cross_entropy
+from megatrain.models.head_loss import head_token_losses
+from megatrain.models.loss import cross_entropy, mean_of_labels
 from megatrain.models.shape import BLOCK_BYTES, block_columns
 from tests.support.models import random_batch, tiny_config, whole_model
 
@@ -41,7 +41,7 @@ def whole(x: Tensor, weight: Tensor, labels: Tensor, limit: float | None) -> Ten
 def in_blocks(
     x: Tensor, weight: Tensor, labels: Tensor, limit: float | None, columns: int = 5
 ) -> Tensor:
-    return head_cross_entropy(
+    losses = head_token_losses(
         x,
         weight,
         labels,
@@ -51,6 +51,7 @@ def in_blocks(
         softcap=limit,
         group=Group.solo(),
     )
+    return mean_of_labels(losses, labels)
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
