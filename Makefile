@@ -53,8 +53,8 @@ $(VENV)/.tools: $(VENV)/.base
 	@$(PROGRESS) "Installing the tools for tests" build/tools.log \
 	    $(PIP) install $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers \
 	    pyarrow tensorboard transformers wandb ruff mypy clang-format codespell pre-commit
-	@$(PROGRESS) "Installing trl's chat templates, for tests" build/trl.log \
-	    $(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps trl
+	@$(PROGRESS) "Installing trl and peft, for tests" build/trl.log \
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps trl peft accelerate psutil
 	@touch $@
 
 # What the last install was made of: other settings, or a file more or less, are another install.

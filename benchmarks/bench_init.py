@@ -18,7 +18,7 @@ import torch
 from _common import header, options
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import ShardPosition, shard
-from megatrain.models.init import draw_normal
+from megatrain.models.init import draw
 
 HIDDEN, FFN, GROUPS, ROWS = 8192, 28672, 8, 10 * 128
 LAYER = (
@@ -32,7 +32,7 @@ LAYER = (
 def by_counter(tp: int, dtype: torch.dtype) -> None:
     for info in LAYER:
         local = torch.empty(info.local_shape(tp), dtype=dtype)
-        draw_normal(local, info, ShardPosition(tp_size=tp), seed=1, std=0.02)
+        draw(local, info, ShardPosition(tp_size=tp), seed=1, std=0.02)
 
 
 def whole(tp: int, dtype: torch.dtype) -> None:
@@ -57,9 +57,9 @@ def main() -> None:
     print(f"{header('torch')}\n# tp {arguments.tp}, {kept / 1e6:.0f} M numbers kept")
     fastest = {}
     for _ in range(arguments.rounds):
-        for name, draw in (("ours", by_counter), ("torch", whole), ("torch, shard", shard_alone)):
+        for name, run in (("ours", by_counter), ("torch", whole), ("torch, shard", shard_alone)):
             start = time.process_time()
-            draw(arguments.tp, getattr(torch, arguments.dtype))
+            run(arguments.tp, getattr(torch, arguments.dtype))
             took = time.process_time() - start
             fastest[name] = min(took, fastest.get(name, math.inf))
     for name, took in fastest.items():

@@ -18,6 +18,7 @@ Shapes: S sequence (or this rank's slice of it), B batch, H features.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import torch
@@ -148,6 +149,18 @@ def fill_normal(out_RN: Tensor, *, key: int, first: int, stride: int, std: float
         standard_deviation=std,
         num_threads=torch.get_num_threads(),
     )
+
+
+def fill_uniform(out_RN: Tensor, *, key: int, first: int, stride: int, std: float) -> None:
+    """Fill rows as `fill_normal` does, with uniformly distributed numbers of mean 0.
+
+    Number i is made of the upper 24 bits of the i-th SplitMix64 number; all are below
+    ``sqrt(3) std`` in magnitude. Key, first and stride are below 2**63.
+    """
+    rows, columns = out_RN.shape
+    index_RN = torch.arange(columns) + (first + stride * torch.arange(rows))[:, None]
+    numbers_RN = _mix((index_RN + 1) * _GOLDEN + _mix(torch.tensor(key)))
+    out_RN.copy_((uniform(numbers_RN) - (0.5 - 2.0**-25)) * (2.0 * math.sqrt(3.0) * std))
 
 
 def _signed(number: int) -> int:

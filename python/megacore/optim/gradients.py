@@ -12,12 +12,12 @@ from megacore.buffers import ParamGradBuffer, ShardPiece
 from megacore.ops.optim import sum_of_squares
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.param_info import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.process_groups import Group, ProcessGroups
 
 
 def needs_sum(info: ParamInfo, groups: ProcessGroups) -> bool:
     """Return whether a parameter's gradient takes part in one of the sums of this module."""
-    return info.shared is not None or (info.sequence_parallel and groups.tp.size > 1)
+    return info.shared is not None or (info.sequence_parallel and _tp_of(info, groups).size > 1)
 
 
 @torch.no_grad()
@@ -45,21 +45,20 @@ def sum_shared_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) 
 
 @torch.no_grad()
 def sum_partial_grads(buffers: Sequence[ParamGradBuffer], groups: ProcessGroups) -> None:
-    """Sum gradients that are partial over tp (``ParamInfo.sequence_parallel``).
+    """Sum gradients that are partial over tp (``ParamInfo.sequence_parallel``), or etp of experts.
 
     Sync:
-        Collective over ``groups.tp``, one call per gradient dtype and device, since such
-        parameters are many and small.
+        Collective over ``groups.tp`` and ``groups.etp``, one call per gradient dtype and device,
+        since such parameters are many and small.
     """
-    if groups.tp.size == 1:
-        return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for _, grad in _grads(buffers, lambda info: info.sequence_parallel):
-        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
-    for grads in by_kind.values():
+    by_kind: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
+    for info, grad in _grads(buffers, lambda info: info.sequence_parallel):
+        if _tp_of(info, groups).size > 1:
+            by_kind.setdefault((info.expert, grad.dtype, grad.device), []).append(grad)
+    for (expert, _, _), grads in by_kind.items():
         sizes = [grad.numel() for grad in grads]
         flat = torch.cat([grad.flatten() for grad in grads])
-        all_reduce_(flat, groups.tp)
+        all_reduce_(flat, groups.etp if expert else groups.tp)
         for grad, part in zip(grads, torch.split(flat, sizes), strict=True):
             grad.copy_(part.view_as(grad))
 
@@ -75,6 +74,11 @@ def _grads(
     ]
 
 
+def _tp_of(info: ParamInfo, groups: ProcessGroups) -> Group:
+    """Return the ranks that split a parameter by tensor parallelism."""
+    return groups.etp if info.expert else groups.tp
+
+
 def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
     """Return whether this rank's gradient of a parameter counts in the norm.
 
@@ -83,8 +87,7 @@ def is_counted(info: ParamInfo, groups: ProcessGroups) -> bool:
     """
     if info.is_shared_copy:
         return False
-    tp = groups.etp if info.expert else groups.tp
-    return info.tp_dim is not None or tp.position == 0
+    return info.tp_dim is not None or _tp_of(info, groups).position == 0
 
 
 def merge_neighbours(

@@ -26,6 +26,7 @@ class ParamGroup:
         weight_decay: Weight decay; ``None`` keeps that of the parameter.
         rule: Their optimizer; ``None`` keeps that of the options.
         frozen: The parameters are not trained; see :class:`FrozenParams`.
+        but: Patterns of names that the group leaves out.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -36,6 +37,7 @@ class ParamGroup:
     weight_decay: float | None = None
     rule: UpdateRule | None = None
     frozen: bool = False
+    but: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("lr_scale", "weight_decay"):
@@ -44,6 +46,16 @@ class ParamGroup:
                 raise ValueError(
                     f"{name} of {self.pattern!r} must be a number of at least 0, got {value}"
                 )
+
+    def matches(self, name: str) -> bool:
+        """Return whether a parameter is of this group, if no earlier one has it.
+
+        Example:
+            >>> ParamGroup(pattern="*.mlp.*", but=("*.up",)).matches("layers.0.mlp.up")
+            False
+        """
+        is_named = fnmatchcase(name, self.pattern)
+        return is_named and not any(fnmatchcase(name, pattern) for pattern in self.but)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +105,7 @@ def require_matches(param_groups: Sequence[ParamGroup], names: Collection[str]) 
         >>> require_matches([ParamGroup(pattern="*.mlp.*")], ["a.mlp.up"])
     """
     for number, group in enumerate(param_groups):
-        matched = sorted(name for name in names if fnmatchcase(name, group.pattern))
+        matched = sorted(filter(group.matches, names))
         if not matched:
             close = nearest(group.pattern, sorted(names), count=3)
             raise ValueError(
@@ -121,7 +133,7 @@ def group_of(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
 
 
 def _first_match(name: str, groups: Sequence[ParamGroup]) -> ParamGroup | None:
-    return next((group for group in groups if fnmatchcase(name, group.pattern)), None)
+    return next((group for group in groups if group.matches(name)), None)
 
 
 def settings_of(

@@ -67,6 +67,7 @@ class ParamInfo:
         ep_dim: Dimension of experts, split by expert parallelism; for expert parameters only.
         matrices: The matrices that it consists of, for optimizers such as Muon; ``None`` for a
             parameter that is no matrix of a linear map, such as an embedding or a bias.
+        wide: Whether it is float32 at least, also in a model of 16-bit parameters.
 
     Raises:
         ValueError: If ``tp_dim`` or ``ep_dim`` is not a dimension of ``full_shape``, flags
@@ -91,6 +92,7 @@ class ParamInfo:
     expert: bool = False
     ep_dim: int | None = None
     matrices: Matrices | None = None
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for axis, dim in (("tp", self.tp_dim), ("ep", self.ep_dim)):

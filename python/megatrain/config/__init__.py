@@ -19,6 +19,7 @@ from megatrain.config.load import (
     split_overrides,
     with_folder_of_file,
 )
+from megatrain.config.lora import LoraConfig
 from megatrain.config.model import MLAConfig, ModelConfig, RopeScalingConfig
 from megatrain.config.moe import EchoConfig, MoEConfig
 from megatrain.config.optimizer import MuonConfig, OptimizerConfig, ParamGroupConfig
@@ -45,6 +46,7 @@ __all__ = [
     "DebugConfig",
     "EchoConfig",
     "GraphsConfig",
+    "LoraConfig",
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",

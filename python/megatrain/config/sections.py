@@ -16,11 +16,13 @@ from typing import Self
 
 from pydantic import PrivateAttr
 
+from megacore.optim.param_group import ParamGroup
 from megatrain.config.base import Origins, Section
 from megatrain.config.checkpoint import CheckpointConfig
 from megatrain.config.data import DataConfig
 from megatrain.config.debug import DebugConfig
 from megatrain.config.graphs import GraphsConfig
+from megatrain.config.lora import LoraConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.moe import MoEConfig
 from megatrain.config.optimizer import OptimizerConfig
@@ -37,6 +39,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     moe: MoEConfig = MoEConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     graphs: GraphsConfig = GraphsConfig()
     data: DataConfig = DataConfig()
@@ -85,6 +88,10 @@ class Config(Section):
     def has_clones(self) -> bool:
         """True if experts are cloned: there are spare slots, and ranks with different experts."""
         return self.moe.echo.num_spare_slots > 0 and self.parallel.ep > 1
+
+    def param_groups(self) -> list[ParamGroup]:
+        """Return the groups of parameters: frozen weights, then those of the optimizer."""
+        return self.lora.param_groups() + self.optimizer.param_groups()
 
     def dp(self, world_size: int) -> int:
         """Return the data parallel size for ``world_size`` ranks, which the layout must divide."""

@@ -91,6 +91,7 @@ def build_stages(
         "fp8": config.train.fp8 == "blockwise",
         "force_balanced": config.debug.force_balanced,
         "initialize": initialize,
+        "lora": config.lora,
     }
     # In model order, so that the chunk with the embedding precedes those that share it.
     for stage in sorted(mine):

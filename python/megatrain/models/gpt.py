@@ -75,6 +75,7 @@ class GPTChunk(Stage):
         force_balanced: Give all experts the same number of tokens, regardless of scores. Default:
             not.
         initialize: Draw initial weights, the default; else matrices must be filled before use.
+        lora: A ``[lora]`` section. Default: no adapters.
 
     Raises:
         ConfigError: If the tp size does not divide a split dimension.

@@ -1,19 +1,21 @@
 """Initial weights as a function of the seed, the parameter's name and the element's index.
 
-Numbers are computed by counter (`megacore.ops.counter_random.fill_normal`), so a rank computes
-those of its own shard alone, in little memory, and any tp, pp, ep or dp starts from the same bits.
+Numbers are computed by counter (`megacore.ops.counter_random`), so a rank computes those of its own
+shard alone, in little memory, and any tp, pp, ep or dp starts from the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacore.ops.counter_random import fill_normal
+from megacore.ops.counter_random import fill_normal, fill_uniform
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import Group
@@ -33,7 +35,7 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw_normal(
+def draw(
     local: Tensor,
     info: ParamInfo,
     position: ShardPosition,
@@ -41,8 +43,9 @@ def draw_normal(
     seed: int,
     std: float,
     drawn_rows: int | None = None,
+    uniform: bool = False,
 ) -> None:
-    """Fill a rank's shard of a parameter from a normal distribution with mean 0.
+    """Fill a rank's shard of a parameter from a distribution with mean 0.
 
     Args:
         local: The shard, contiguous, any float dtype and device; float32 numbers are rounded to it.
@@ -52,6 +55,7 @@ def draw_normal(
         std: Standard deviation.
         drawn_rows: Rows of dimension 0 of the whole parameter that are drawn; the others are 0. For
             a vocabulary, these are the rows without padding, so that padding changes no weight.
+        uniform: Draw from a uniform distribution, else from a normal one.
 
     Sync:
         Numbers are computed on the CPU; for a shard on a GPU, waits for their copies.
@@ -66,6 +70,7 @@ def draw_normal(
         first=offset * inner,
         stride=info.full_shape[dim] * inner,
         std=std,
+        fill=fill_uniform if uniform else fill_normal,
     )
     if drawn_rows is not None:
         local[max(0, drawn_rows - position.offsets(info)[0]) :].zero_()
@@ -74,7 +79,9 @@ def draw_normal(
 _NUMBERS_AT_A_TIME = 1 << 18  # 1 MiB of float32, which stays in the cache
 
 
-def _fill_stretches(rows: Tensor, *, key: int, first: int, stride: int, std: float) -> None:
+def _fill_stretches(
+    rows: Tensor, *, key: int, first: int, stride: int, std: float, fill: Callable[..., None]
+) -> None:
     """Fill each row with the numbers from ``first + row * stride`` of a stream."""
     count, length = rows.shape
     height = max(1, _NUMBERS_AT_A_TIME // max(1, length))
@@ -85,7 +92,7 @@ def _fill_stretches(rows: Tensor, *, key: int, first: int, stride: int, std: flo
             part = rows[row : row + height, column : column + width]
             numbers = drawn[: part.numel()].view(part.shape)
             begin = first + row * stride + column
-            fill_normal(numbers, key=key, first=begin, stride=stride, std=std)
+            fill(numbers, key=key, first=begin, stride=stride, std=std)
             part.copy_(numbers)
 
 
@@ -98,7 +105,7 @@ class ParamFactory:
         tp: Tensor-parallel group, which determines the shard to keep.
         etp: Tensor-parallel group of experts.
         ep: Expert-parallel group, which determines the experts to keep.
-        dtype: Number format of the parameters.
+        dtype: Number format of the parameters, apart from wide ones (``ParamInfo.wide``).
         device: Device of the parameters.
         initialize: Draw random weights; else they are left as they are, to be filled.
         made: Every parameter made so far, in order.
@@ -113,15 +120,23 @@ class ParamFactory:
     initialize: bool = True
     made: list[tuple[ParamInfo, nn.Parameter]] = field(default_factory=list)
 
-    def normal(self, info: ParamInfo, *, std: float, drawn_rows: int | None = None) -> nn.Parameter:
-        """Make a normally distributed matrix, see `draw_normal`."""
+    def normal(
+        self,
+        info: ParamInfo,
+        *,
+        std: float,
+        drawn_rows: int | None = None,
+        uniform: bool = False,
+    ) -> nn.Parameter:
+        """Make a random matrix, normally distributed unless it is ``uniform``; see `draw`."""
         position = ShardPosition(tp_position=self.tp.position, tp_size=self.tp.size)
         local = self._empty(info.local_shape(self.tp.size))
         if self._draws:
-            draw_normal(local, info, position, seed=self.seed, std=std, drawn_rows=drawn_rows)
+            options: dict[str, Any] = {"drawn_rows": drawn_rows, "uniform": uniform}
+            draw(local, info, position, seed=self.seed, std=std, **options)
         return self.remember(info, local)
 
-    def experts(self, info: ParamInfo, *, std: float) -> nn.Parameter:
+    def experts(self, info: ParamInfo, *, std: float, uniform: bool = False) -> nn.Parameter:
         """Make the matrices of experts, with the experts along dimension 0.
 
         Each expert has a separate random stream, named by its number.
@@ -135,7 +150,7 @@ class ParamFactory:
                 full_shape=info.full_shape[1:],
                 tp_dim=None if info.tp_dim is None else info.tp_dim - 1,
             )
-            draw_normal(local[index], one, position, seed=self.seed, std=std)
+            draw(local[index], one, position, seed=self.seed, std=std, uniform=uniform)
         return self.remember(info, local)
 
     @property
@@ -159,6 +174,7 @@ class ParamFactory:
 
     def remember(self, info: ParamInfo, local: Tensor) -> nn.Parameter:
         """Make a parameter of this rank's shard."""
-        parameter = nn.Parameter(local.to(device=self.device, dtype=self.dtype))
+        dtype = torch.promote_types(self.dtype, torch.float32) if info.wide else self.dtype
+        parameter = nn.Parameter(local.to(device=self.device, dtype=dtype))
         self.made.append((info, parameter))
         return parameter

@@ -26,7 +26,8 @@ from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.param_info import Matrices, ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.config import ModelConfig, MoEConfig
+from megatrain.config import LoraConfig, ModelConfig, MoEConfig
+from megatrain.models.adapters import Adapter
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
 from megatrain.models.init import ParamFactory
 from megatrain.models.mappings import Region, copy_to_group, reduce_from_group
@@ -47,6 +48,7 @@ class ModelContext:
         groups: Process groups of this rank.
         budget: Buffer size of the ``static`` dispatcher, shared by all layers.
         slots: Memory for clones of experts, shared by all layers.
+        lora: The ``[lora]`` section.
         peers: Peer memory of the ``static`` dispatcher, shared by all layers; ``None``: it uses
             collectives.
         recompute: Activations to recompute in the backward pass: ``"layer"``, or parts of layers
@@ -63,6 +65,7 @@ class ModelContext:
     groups: ProcessGroups
     budget: StaticBudget
     slots: SlotBuffers
+    lora: LoraConfig
     peers: Peers | None = None
     recompute: frozenset[str] = frozenset()
     fp8: bool = False
@@ -76,7 +79,13 @@ class ModelContext:
             moe=self.moe,
             shape=self.shape,
             sequence_parallel=self.region.sequence_parallel,
+            lora=self.lora,
         )
+
+    def adapter(self, weight: ParamInfo) -> Adapter | None:
+        """Make the adapters of a linear layer's weight; ``None`` if it has no target."""
+        infos = self.infos.adapters(weight)
+        return Adapter(weight, infos, lora=self.lora, params=self.params) if infos else None
 
     @property
     def linear(self) -> Callable[..., Tensor]:
@@ -260,11 +269,10 @@ class ColumnLinear(nn.Module):
         self.region = context.region
         self.linear = context.linear
         self.enters = enters and context.region.group.size > 1
-        weight, *biases = context.infos.column(
-            name, full_shape, tp_dim=tp_dim, bias=bias, matrices=matrices
-        ).values()
-        self.weight = context.params.normal(weight, std=context.config.init_std)
-        self.bias = context.params.zeros(biases[0]) if biases else None
+        infos = context.infos.column(name, full_shape, tp_dim=tp_dim, bias=bias, matrices=matrices)
+        self.weight = context.params.normal(infos[name], std=context.config.init_std)
+        self.bias = context.params.zeros(infos[f"{name}_bias"]) if bias else None
+        self.adapter = context.adapter(infos[name])
 
     @classmethod
     def of(
@@ -287,7 +295,8 @@ class ColumnLinear(nn.Module):
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
         bias = None if self.bias is None else self.bias.flatten()
         x_SBH = self.region.enter(x_SBH) if self.enters else x_SBH
-        return self.linear(x_SBH, self.weight, bias)
+        y_SBF = self.linear(x_SBH, self.weight, bias)
+        return y_SBF if self.adapter is None else self.adapter(x_SBH, y_SBF)
 
 
 class RowLinear(nn.Module):
@@ -300,9 +309,10 @@ class RowLinear(nn.Module):
         self.region = context.region
         self.linear = context.linear
         self.leaves = context.region.group.size > 1
-        weight, *biases = context.infos.row(name, num_inputs, bias=bias).values()
-        self.weight = context.params.normal(weight, std=context.output_std)
-        self.bias = context.params.zeros(biases[0]) if biases else None
+        infos = context.infos.row(name, num_inputs, bias=bias)
+        self.weight = context.params.normal(infos[name], std=context.output_std)
+        self.bias = context.params.zeros(infos[f"{name}_bias"]) if bias else None
+        self.adapter = context.adapter(infos[name])
 
     @classmethod
     def of(cls, infos: Infos, name: str, *, context: ModelContext) -> RowLinear:
@@ -313,6 +323,8 @@ class RowLinear(nn.Module):
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Project ``(S, B, input features / tp)`` to ``(S[/tp], B, H)``."""
         output_SBH = self.linear(x_SBF, self.weight)
+        if self.adapter is not None:
+            output_SBH = self.adapter(x_SBF, output_SBH)
         output_SBH = self.region.leave(output_SBH) if self.leaves else output_SBH
         return output_SBH if self.bias is None else output_SBH + self.bias
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megacore.parallel.param_info import Matrices, ParamInfo
-from megatrain.config import ModelConfig, MoEConfig
+from megatrain.config import LoraConfig, ModelConfig, MoEConfig
+from megatrain.config.lora import NO_ADAPTERS
+from megatrain.models.adapter_infos import describe_adapters
 from megatrain.models.shape import GPTShape
 
 # By name.
@@ -25,6 +27,7 @@ class GPTInfos:
         moe: The ``[moe]`` section.
         shape: Derived sizes.
         sequence_parallel: Whether tp ranks have slices of the sequence between their regions.
+        lora: The ``[lora]`` section.
 
     Example:
         >>> infos = GPTInfos.of(ModelConfig(hidden_size=8, ffn_hidden_size=16, vocab_size=10))
@@ -36,10 +39,16 @@ class GPTInfos:
     moe: MoEConfig
     shape: GPTShape
     sequence_parallel: bool = False
+    lora: LoraConfig = NO_ADAPTERS
 
     @classmethod
     def of(
-        cls, config: ModelConfig, moe: MoEConfig | None = None, *, sequence_parallel: bool = False
+        cls,
+        config: ModelConfig,
+        moe: MoEConfig | None = None,
+        *,
+        sequence_parallel: bool = False,
+        lora: LoraConfig | None = None,
     ) -> GPTInfos:
         """Describe the model of these sections."""
         return cls(
@@ -47,6 +56,7 @@ class GPTInfos:
             moe=MoEConfig() if moe is None else moe,
             shape=GPTShape.from_config(config),
             sequence_parallel=sequence_parallel,
+            lora=NO_ADAPTERS if lora is None else lora,
         )
 
     # ---- linear layers and norms ----
@@ -64,7 +74,8 @@ class GPTInfos:
         weight = ParamInfo(
             name=name, full_shape=full_shape, tp_dim=tp_dim, matrices=matrices or Matrices()
         )
-        return _by_name([weight, _bias(weight, tp_dim)] if bias else [weight])
+        biases = [_bias(weight, tp_dim)] if bias else []
+        return _by_name([weight, *biases]) | self.adapters(weight)
 
     def row(self, name: str, num_inputs: int, *, bias: bool = False) -> Infos:
         """Describe a linear layer to the residual stream whose inputs are split over tp."""
@@ -75,7 +86,14 @@ class GPTInfos:
             matrices=Matrices(),
         )
         # Added to the sum over ranks: each rank has its tokens with sequence parallelism.
-        return _by_name([weight, self._vector(f"{name}_bias")] if bias else [weight])
+        biases = [self._vector(f"{name}_bias")] if bias else []
+        return _by_name([weight, *biases]) | self.adapters(weight)
+
+    def adapters(self, info: ParamInfo) -> Infos:
+        """Describe the adapters of a linear layer's weight; those of predictions have none."""
+        layer = info.name.split(".")[1] if info.name.startswith("layers.") else "0"
+        is_further = layer.isdecimal() and int(layer) >= self.shape.num_layers
+        return {} if is_further else describe_adapters(info, self.lora)
 
     def norm(self, name: str, *, bias: bool = False) -> Infos:
         """Describe a norm over the residual stream."""
@@ -167,7 +185,7 @@ class GPTInfos:
                 weight_decay=len(full_shape) > 1,
                 matrices=Matrices() if len(full_shape) > 1 else None,
             )
-            return _by_name([info])
+            return _by_name([info]) | (self.adapters(info) if info.matrices else {})
 
         if mla.q_rank:
             infos = down("q_down", mla.q_rank, hidden) | down("q_latent_norm", mla.q_rank)

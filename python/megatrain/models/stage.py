@@ -13,7 +13,8 @@ from megacore.moe.echo.slots import SlotBuffers
 from megacore.moe.layer import MoELayer
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.config import ModelConfig, MoEConfig
+from megatrain.config import LoraConfig, ModelConfig, MoEConfig
+from megatrain.config.lora import NO_ADAPTERS
 from megatrain.models.attention.mla import Indexer
 from megatrain.models.init import ParamFactory
 from megatrain.models.layers import ModelContext
@@ -36,6 +37,7 @@ class ContextOptions(TypedDict, total=False):
     fp8: bool
     force_balanced: bool
     initialize: bool
+    lora: LoraConfig
 
 
 def make_context(
@@ -54,6 +56,7 @@ def make_context(
     fp8: bool = False,
     force_balanced: bool = False,
     initialize: bool = True,
+    lora: LoraConfig | None = None,
 ) -> ModelContext:
     """Make the construction context of one stage; for the arguments see `GPTChunk`."""
     shape, device = GPTShape.from_config(config), torch.device(device)
@@ -93,6 +96,7 @@ def make_context(
         recompute=recompute,
         fp8=fp8,
         force_balanced=force_balanced,
+        lora=NO_ADAPTERS if lora is None else lora,
     )
 
 

@@ -101,7 +101,7 @@ def plan_run(config: ResolvedConfig, world_size: int) -> RunPlan:
     pp = config.parallel.pp
     infos_of = [_param_infos(config, mine) for mine in stages_of_ranks(config.pipeline, pp)]
     names = {info.name for infos in infos_of for info in infos}
-    check_param_groups(config.optimizer.param_groups(), names)
+    check_param_groups(config, names)
     ranks, num_params, num_idle = [], 0, 0
     for pp_rank, mine in enumerate(stages_of_ranks(config.pipeline, pp)):
         program = schedule.program(pp_rank, recompute=recompute)
@@ -192,7 +192,7 @@ def buffer_layouts(
                 lines = _shard_lines(members, plan, shard)
             texts.append("\n".join([head, *lines]))
             most = max(most, plan.dp_size)
-        groups = config.optimizer.param_groups()
+        groups = config.param_groups()
         frozen = [info for info in infos if group_of(info.name, groups).frozen]
         if frozen and shard is None:
             numel = sum(frozen_numel(local_numel(config.parallel, info)) for info in frozen)

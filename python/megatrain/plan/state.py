@@ -11,10 +11,13 @@ from megacore._core import BufferPlan
 from megacore.buffers.bucket_plan import plan_buckets
 from megacore.errors import ConfigError
 from megacore.optim.memory import MemoryRow, frozen_numel, memory_row
-from megacore.optim.param_group import ParamGroup, group_of, require_matches, settings_of
-from megacore.optim.update_rule import UpdateRule
+from megacore.optim.param_group import group_of, require_matches, settings_of
+from megacore.optim.update_rule import DTYPE_BYTES, UpdateRule
 from megacore.parallel.param_info import ParamInfo
+from megacore.suggest import nearest
 from megatrain.config import (
+    Config,
+    LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     ResolvedConfig,
@@ -22,26 +25,57 @@ from megatrain.config import (
     mtp_stage,
     stages_of_ranks,
 )
+from megatrain.config.lora import is_adapter, unmatched
 from megatrain.models.param_infos import GPTInfos, takes_fp8
 
 # Elements of a block of a rounded weight along each of its dimensions.
 _SCALE_BLOCK = 128
 
 
-def check_param_groups(param_groups: Sequence[ParamGroup], names: Collection[str]) -> None:
-    """Check `optimizer.groups` for the names of all parameters of the model.
+def check_param_groups(config: Config, names: Collection[str]) -> None:
+    """Check ``[lora]`` and `optimizer.groups` for the names of all parameters of the model.
 
     Raises:
-        ConfigError: If a group gets no parameter, or all parameters are frozen.
+        ConfigError: If a target of adapters does not exist, a group gets no parameter, or all
+            parameters are frozen.
     """
+    if config.lora.is_on:
+        _check_targets(config, names)
+    frozen_first = config.lora.param_groups()
+    trained = [name for name in names if not group_of(name, frozen_first).frozen]
+    param_groups = config.optimizer.param_groups()
     try:
-        require_matches(param_groups, names)
+        require_matches(param_groups, trained)
     except ValueError as error:
         raise ConfigError(f"optimizer.groups: {error}") from error
-    if names and all(group_of(name, param_groups).frozen for name in names):
+    if names and all(group_of(name, param_groups).frozen for name in trained):
         raise ConfigError(
-            f'optimizer.groups: all {len(names)} parameters are frozen (optimizer = "none"), so '
+            f'optimizer.groups: all {len(trained)} parameters are frozen (optimizer = "none"), so '
             "nothing would be trained; leave some out"
+        )
+
+
+def _check_targets(config: Config, names: Collection[str]) -> None:
+    lora, base = config.lora, [name for name in names if not is_adapter(name)]
+    projections = [name.rpartition(".")[0] for name in names if name.endswith(".lora_a")]
+    if (missing := unmatched(lora.targets, projections)) is not None:
+        known = projections
+        if config.model.factory is None:
+            every = LoraConfig(rank=1)
+            stage = GPTInfos.of(config.model, config.moe, lora=every).stage(
+                range(config.model.num_layers), has_embedding=False, has_head=False
+            )
+            known = [name.rpartition(".")[0] for name in stage if name.endswith(".lora_a")]
+        ends = sorted({name.rpartition(".")[2] for name in known})
+        raise ConfigError(
+            f"lora.targets must match names of projections, but {missing!r} matches none of "
+            f"{len(known)}, whose names end in {', '.join(ends)}"
+        )
+    if (missing := unmatched(lora.modules_to_save, base)) is not None:
+        close = ", ".join(nearest(missing, sorted(base), count=3))
+        raise ConfigError(
+            f"lora.modules_to_save must match names of parameters, but {missing!r} matches none "
+            f"of {len(base)}; nearest: {close}"
         )
 
 
@@ -95,12 +129,12 @@ def mean_sharded_bytes(config: ResolvedConfig) -> float:
         numel = math.prod(info.full_shape)
         numels += numel
         sums += numel * rule(info).state_bytes
-    return float(_copy_bytes(config) + sums / max(1, numels))
+    return float(_copy_bytes(config, config.train.dtype) + sums / max(1, numels))
 
 
-def _copy_bytes(config: ResolvedConfig) -> int:
+def _copy_bytes(config: ResolvedConfig, dtype: str) -> int:
     """Return the bytes of main parameter and moving average per parameter of a shard."""
-    main = 4 if config.train.dtype != "float32" else 0
+    main = 4 if dtype != "float32" else 0
     return main + (4 if config.optimizer.ema_decay > 0 else 0)
 
 
@@ -115,13 +149,18 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
     """Plan the buffers of ``make_buffers`` for the parameters of a rank, which have one dtype."""
     dense, experts = ranks_per_buffer(config, world_size)
     optimizer, rule = config.optimizer, rule_of(config.optimizer)
-    by_kind: dict[tuple[bool, bool, UpdateRule], list[int]] = {}
-    param_groups, frozen = optimizer.param_groups(), 0
+    by_kind: dict[tuple[str, bool, bool, UpdateRule], list[int]] = {}
+    param_groups, frozen = config.param_groups(), 0
     for position, info in enumerate(infos):
         if group_of(info.name, param_groups).frozen:
             frozen += frozen_numel(local_numel(config.parallel, info))
             continue
-        kind = info.expert, info.sequence_parallel, rule(info)
+        kind = (
+            "float32" if info.wide else config.train.dtype,
+            info.expert,
+            info.sequence_parallel,
+            rule(info),
+        )
         by_kind.setdefault(kind, []).append(position)
     buffers = tuple(
         (
@@ -135,20 +174,21 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
                 unit=own.unit,
             ),
         )
-        for (expert, _, own), positions in by_kind.items()
+        for (_, expert, _, own), positions in by_kind.items()
     )
-    owned = [plan.shard_numel if optimizer.distributed else plan.numel for _, plan in buffers]
-    row = next(iter(memory_rows_of(optimizer, dtype=config.train.dtype).values()))
-    copies = _copy_bytes(config)
-    rules = [rule for _, _, rule in by_kind]
-    numel = sum(plan.numel for _, plan in buffers)
+    param_bytes = frozen * DTYPE_BYTES[config.train.dtype]
+    grad_bytes, state = 0, Fraction(0)
+    for (dtype, _, _, own), (_, plan) in zip(by_kind, buffers, strict=True):
+        row = next(iter(memory_rows_of(optimizer, dtype=dtype).values()))
+        param_bytes += plan.numel * row.param_bytes
+        grad_bytes += plan.numel * row.grad_bytes
+        size = plan.shard_numel if optimizer.distributed else plan.numel
+        state += size * (_copy_bytes(config, dtype) + own.state_bytes)
     return RankState(
         buffers=buffers,
-        param_bytes=(numel + frozen) * row.param_bytes,
-        grad_bytes=numel * row.grad_bytes,
-        optimizer_bytes=int(
-            sum(size * (copies + own.state_bytes) for size, own in zip(owned, rules, strict=True))
-        ),
+        param_bytes=param_bytes,
+        grad_bytes=grad_bytes,
+        optimizer_bytes=int(state),
     )
 
 
@@ -190,7 +230,7 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
         for mine in stages_of_ranks(config.pipeline, config.parallel.pp)
     ]
     names = {info.name for of_rank in infos for info in of_rank}
-    check_param_groups(config.optimizer.param_groups(), names)
+    check_param_groups(config, names)
     states = [plan_state(config, world_size, of_rank) for of_rank in infos]
     found: list[dict[str, float]] = [
         {
@@ -209,7 +249,8 @@ def state_bytes(config: ResolvedConfig, world_size: int) -> list[dict[str, float
 def _stage_infos(config: ResolvedConfig, mine: list[int]) -> Iterator[ParamInfo]:
     """List the parameters of a rank's stages in the order in which the model makes them."""
     model, stages, further = config.model, layers_of_stages(config), mtp_stage(config)
-    infos = GPTInfos.of(model, config.moe, sequence_parallel=config.parallel.sequence_parallel)
+    sequence_parallel = config.parallel.sequence_parallel
+    infos = GPTInfos.of(model, config.moe, sequence_parallel=sequence_parallel, lora=config.lora)
     has_words = False
     for stage in mine:
         found = infos.stage(

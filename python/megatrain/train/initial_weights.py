@@ -15,6 +15,7 @@ from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.config import ModelConfig, MoEConfig
+from megatrain.config.lora import is_adapter
 from megatrain.hf import HFWeights
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
@@ -41,7 +42,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     pieces = [
         replace(piece, tensors={MAIN_PARAM: piece.tensors[MAIN_PARAM]})
         for piece in trainer.pieces()
-        if MAIN_PARAM in piece.tensors
+        if MAIN_PARAM in piece.tensors and not is_adapter(piece.info.name)
     ]
     notes: tuple[str, ...] = ()
     model, moe = trainer.config.model, trainer.config.moe

@@ -322,7 +322,7 @@ def build_trainer(
         groups=groups,
         options=_optimizer_options(config.optimizer, tokens_per_step if per_token else 1),
         modules=chunks,
-        param_groups=config.optimizer.param_groups(),
+        param_groups=config.param_groups(),
         frozen=frozen,
         clock=clock,
     )
@@ -387,11 +387,11 @@ def _make_buffers(
     """
     order = in_model_order(config.pipeline, groups.pp)
     params = [param for number in order for param in chunks[number].param_infos()]
-    optimizer, param_groups = config.optimizer, config.optimizer.param_groups()
+    optimizer, param_groups = config.optimizer, config.param_groups()
     if param_groups and not groups.world.is_fake:  # else those of other ranks are not known
         names = [info.name for info, _ in params]
         names = sorted(set().union(*all_gather_objects(names, groups.world)))
-        check_param_groups(param_groups, names)
+        check_param_groups(config, names)
     trained, frozen = split_frozen(params, param_groups)
     instances = HybridShardGroups.split(
         groups,

@@ -13,7 +13,7 @@ from megacore.ops.counter_random import fill_normal
 from megacore.parallel.param_info import ParamInfo
 from megacore.parallel.params import ShardPosition, shard
 from megacore.parallel.process_groups import Group, ProcessGroups
-from megatrain.models.init import draw_normal, name_seed
+from megatrain.models.init import draw, name_seed
 from tests.support.models import params_by_name, tiny_config, whole_model
 
 GOLDEN = [
@@ -50,9 +50,7 @@ def drawn(
     info: ParamInfo, *, seed: int = 1, tp_position: int = 0, tp_size: int = 1
 ) -> torch.Tensor:
     local = torch.empty(info.local_shape(tp_size))
-    draw_normal(
-        local, info, ShardPosition(tp_position=tp_position, tp_size=tp_size), seed=seed, std=1.0
-    )
+    draw(local, info, ShardPosition(tp_position=tp_position, tp_size=tp_size), seed=seed, std=1.0)
     return local
 
 

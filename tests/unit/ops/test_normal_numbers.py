@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.ops.counter_random import fill_normal
+from megacore.ops.counter_random import fill_normal, fill_uniform
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -73,3 +73,17 @@ def test_a_wrong_output_is_refused() -> None:
     for wrong in (torch.empty(1, 3, dtype=torch.float64), torch.empty(4, 4).t()[:, :2]):
         with pytest.raises(TypeError):
             fill_normal(wrong, key=1, first=0, stride=0, std=1.0)
+
+
+def test_uniform_numbers_depend_on_their_index_alone_and_have_the_spread() -> None:
+    whole, part = torch.empty(1, 400_000), torch.empty(3, 7)
+    fill_uniform(whole, key=9, first=0, stride=0, std=0.5)
+    fill_uniform(part, key=9, first=11, stride=20, std=0.5)
+    for row in range(3):
+        assert torch.equal(part[row], whole[0, 11 + 20 * row :][:7])
+    bound = math.sqrt(3.0) * 0.5
+    assert whole.abs().max() < bound
+    assert whole.min() < -0.9999 * bound
+    assert whole.max() > 0.9999 * bound
+    assert whole.mean().item() == pytest.approx(0.0, abs=0.005)
+    assert whole.std().item() == pytest.approx(0.5, rel=0.005)

@@ -341,13 +341,13 @@ def test_weights_that_a_file_fills_are_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[str] = []
-    real = init_module.draw_normal
+    real = init_module.draw
 
-    def draw_normal(local: Any, info: Any, *args: Any, **options: Any) -> None:
+    def draw(local: Any, info: Any, *args: Any, **options: Any) -> None:
         drawn.append(info.name)
         real(local, info, *args, **options)
 
-    monkeypatch.setattr(init_module, "draw_normal", draw_normal)
+    monkeypatch.setattr(init_module, "draw", draw)
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
     _train(tmp_path, steps=1, batch_size=2, resume="auto")
     assert "layers.0.attention.qkv" in drawn  # nothing to resume from

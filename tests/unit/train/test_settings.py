@@ -43,7 +43,10 @@ BASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"moe.num_experts": 4},
     "muon": {"optimizer.name": "muon"},
+    "lora": {"lora.rank": 4},
 }
+# Settings of bases that others do not use.
+OF_BASES = {"muon": "optimizer.", "lora": "lora."}
 # Another value of settings that are not switches or choices. None: tested elsewhere.
 OTHERS: dict[str, Any] = {
     **dict.fromkeys(("model.factory", "model.options", "train.loss", "train.callbacks")),
@@ -106,6 +109,9 @@ OTHERS: dict[str, Any] = {
     "debug.profile_steps": "2",
     "debug.load_interval": 1,
     "optimizer.loss_scale": 1024.0,
+    "lora.rank": 3,
+    "lora.targets": ["q"],
+    "lora.modules_to_save": ["embedding"],
 }
 # Settings of speed, memory, communication and failures, or for several ranks: the same results.
 # The last line has conditions that the data or the run decide.
@@ -149,7 +155,7 @@ CASES = [
     for key, info in ((f"{section}.{name}", info) for name, info in cls.by_key().items())
     for value in _other_values(key, BASE.get(key, info.default), info.annotation)
     for base in BASES
-    if base != "muon" or (key.startswith("optimizer.") and value != "muon")
+    if key.startswith(OF_BASES.get(base, "")) and value != base
 ]
 
 
@@ -180,6 +186,7 @@ KEPT = [
     ("dense", "model.mla.v_head_dim", 256),
     ("dense", "optimizer.min_lr", 1e-3),
     ("experts", "moe.aux_loss_type", "batch"),
+    ("lora", "lora.init", "gaussian"),
 ]
 
 

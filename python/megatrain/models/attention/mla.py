@@ -187,10 +187,13 @@ class LatentProjection(nn.Module):
         self.q_down = self.q_norm = self.q = None
         if self.has_q_latent:
             self.q_down = params.normal(infos[f"{name}.q_down"], std=std)
+            self.q_adapter = context.adapter(infos[f"{name}.q_down"])
             self.q_norm = params.ones(infos[f"{name}.q_latent_norm"])
         else:
             self.q = params.normal(infos[f"{name}.q"], std=std)
+            self.q_adapter = context.adapter(infos[f"{name}.q"])
         self.kv_down = params.normal(infos[f"{name}.kv_down"], std=std)
+        self.kv_adapter = context.adapter(infos[f"{name}.kv_down"])
         self.kv_norm = params.ones(infos[f"{name}.kv_latent_norm"])
 
     def forward(self, x_SBH: Tensor) -> Tensor:
@@ -200,14 +203,19 @@ class LatentProjection(nn.Module):
         latent for queries, else ``(S, B, N * (P + R) + C + R)``.
         """
         if self.q_down is not None and self.q_norm is not None:
-            q = rms_norm(self.linear(x_SBH, self.q_down), self.q_norm, self.eps)
+            q = rms_norm(self._q(x_SBH, self.q_down), self.q_norm, self.eps)
         else:
             assert self.q is not None
             x_SBH = self.region.enter(x_SBH)
-            q = self.linear(x_SBH, self.q)
+            q = self._q(x_SBH, self.q)
         kv = self.linear(x_SBH, self.kv_down)
+        kv = kv if self.kv_adapter is None else self.kv_adapter(x_SBH, kv)
         kv_SBC, k_rot_SBR = torch.split_with_sizes(kv, self.widths[1:], dim=-1)
         return torch.cat((q, rms_norm(kv_SBC, self.kv_norm, self.eps), k_rot_SBR), dim=-1)
+
+    def _q(self, x_SBH: Tensor, weight: Tensor) -> Tensor:
+        q = self.linear(x_SBH, weight)
+        return q if self.q_adapter is None else self.q_adapter(x_SBH, q)
 
     def enter(self, joined_SBL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of `forward`, inside the tensor-parallel region.

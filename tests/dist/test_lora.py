@@ -1,0 +1,207 @@
+"""Low-rank adapters train as those of PEFT, in every layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.optim.lr import learning_rate
+from megacore.parallel.params import ShardPosition, shard
+from megatrain.cli import main
+from megatrain.config import ResolvedConfig
+from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.trainer import Trainer, build_trainer
+from tests.dist import test_families as families
+from tests.support.adapters import (
+    ALPHA,
+    RANK,
+    add_adapters,
+    formula,
+    in_our_order,
+    their_adapters,
+)
+from tests.support.campaigns import representatives
+from tests.support.distributed import run_ranks
+from tests.support.hf_models import save_theirs
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+
+LORA: dict[str, Any] = {"rank": RANK, "alpha": ALPHA}
+OPTIMIZER = {"lr": 0.02}
+
+
+def make_trainer(folder: Path, world_size: int, changes: dict[str, Any]) -> Trainer:
+    """A trainer of the imported model with the adapters of `formula`."""
+    config = families.make_config(
+        folder, world_size, {"lora": LORA, "optimizer": OPTIMIZER, **changes}
+    )
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    load_initial_weights(trainer, config.checkpoint.load_weights)
+    for buffer in trainer.optimizer.buffers:
+        for info, parameter in buffer.params:
+            whole = formula(info.name, info.full_shape)
+            whole = in_our_order(info.name, whole, model_type(folder), config.model)
+            position = ShardPosition.of(info, trainer.groups)
+            with torch.no_grad():
+                parameter.copy_(shard(whole, info, **vars(position)))
+    trainer.optimizer.finish_load(0)
+    return trainer
+
+
+def model_type(folder: Path) -> str:
+    import json
+
+    return json.loads((folder / "theirs" / "config.json").read_text())["model_type"]
+
+
+Result = tuple[list[float], dict[str, tuple[Any, ShardPosition, Tensor]]]
+
+
+def train(_rank: int, world_size: int, folder: Path, changes: dict[str, Any]) -> Result:
+    """Losses, and this rank's parts of the adapters after the last step."""
+    trainer = make_trainer(folder, world_size, changes)
+    losses = [trainer.train_step(step).loss for step in range(trainer.config.train.steps)]
+    trainer.optimizer.finish_param_gather()
+    return losses, {
+        info.name: (info, ShardPosition.of(info, trainer.groups), parameter.detach().clone())
+        for buffer in trainer.optimizer.buffers
+        for info, parameter in buffer.params
+    }
+
+
+def train_theirs(model: Any, config: ResolvedConfig) -> list[float]:
+    """Train adapters with torch's AdamW on the batches of one process."""
+    trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
+    batches, settings = trainer._batches(trainer.data.train), config.optimizer
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    losses = []
+    for step in range(config.train.steps):
+        parts: list[Tensor] = []
+        for number in range(config.num_microbatches(1)):
+            batch = batches(step, number)
+            assert batch.labels is not None
+            logits = model(input_ids=batch.tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+            parts.append(loss.detach())
+            (loss / config.num_microbatches(1)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, options=settings.rate_options(), total=config.train.steps
+            )
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(parts).mean().item())
+    return losses
+
+
+@cache
+def expected(family: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final adapters of PEFT, with rows in our order."""
+    theirs = save_theirs(family, folder / "theirs")
+    command = ["import-hf", str(folder / "theirs"), str(folder / "ours"), "--seq-length=16"]
+    assert main(command) == 0
+    config = families.make_config(folder, 1, {"optimizer": OPTIMIZER})
+    model = add_adapters(theirs.train())
+    losses = train_theirs(model, config)
+    kind = model_type(folder)
+    return losses, {
+        name: in_our_order(name, value.detach(), kind, config.model)
+        for name, value in their_adapters(model).items()
+    }
+
+
+def check(result: Result, losses: list[float], adapters: dict[str, Tensor]) -> None:
+    found, parts = result
+    assert found == pytest.approx(losses, rel=1e-5)
+    for name, (info, position, value) in parts.items():
+        wanted = shard(adapters[name], info, **vars(position))
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_twenty_steps_are_those_of_peft(family: str, folders: Path) -> None:
+    folder = folders / family
+    losses, adapters = expected(family, folder)
+    assert losses[-1] < losses[0] - 0.3, "the model must have learnt something"
+    result = train(0, 1, folder, {})
+    assert result[1].keys() == adapters.keys()
+    check(result, losses, adapters)
+
+
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"parallel": {"tp": 2}}),
+    "tp2 sequence parallel": (2, {"parallel": SEQUENCE_PARALLEL}),
+    "tp2 sequence parallel, recomputed": (
+        2,
+        {"parallel": SEQUENCE_PARALLEL, "train": {"recompute": ["full"]}},
+    ),
+    "recomputed parts": (1, {"train": {"recompute": ["selective", "mlp"]}}),
+    "cp2": (2, {"parallel": {"cp": 2}}),
+    "cp2 a2a": (2, {"parallel": {"cp": 2, "cp_comm": "a2a"}}),
+    "dp2": (2, {}),
+    "dp2, overlapped": (2, {"optimizer": {"overlap": "all", "bucket_numel": 2000, **OPTIMIZER}}),
+    "dp2 without ZeRO-1": (2, {"optimizer": {"distributed": False, **OPTIMIZER}}),
+    "pp2": (2, {"parallel": {"pp": 2}, "pipeline": {"layout": "Ett|tL"}}),
+    "pp2 zb_h1": (
+        2,
+        {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1", "layout": "Ett|tL"}},
+    ),
+    "one rank, split backwards": (
+        1,
+        {"pipeline": {"schedule": "interleaved_zb", "num_chunks": 3}},
+    ),
+    "graphs of layers": (1, {"graphs": {"mode": "partial", "warmup_steps": 1}}),
+    "graphs of steps": (1, {"graphs": {"mode": "full_step", "warmup_steps": 1}}),
+    "tp2 cp2 sequence parallel, recomputed": (
+        4,
+        {"parallel": {"cp": 2, **SEQUENCE_PARALLEL}, "train": {"recompute": ["selective"]}},
+    ),
+    "tp2 pp2 sequence parallel": (
+        4,
+        {"parallel": {"pp": 2, **SEQUENCE_PARALLEL}, "pipeline": {"layout": "Ett|tL"}},
+    ),
+}
+FIRST = [
+    "tp2",
+    "tp2 sequence parallel",
+    "recomputed parts",
+    "cp2",
+    "dp2, overlapped",
+    "pp2 zb_h1",
+    "graphs of steps",
+]
+
+
+@pytest.mark.parametrize("layout", representatives(LAYOUTS, FIRST))
+def test_layouts_train_as_peft(layout: str, folders: Path) -> None:
+    folder = folders / "llama"
+    losses, adapters = expected("llama", folder)
+    world_size, changes = LAYOUTS[layout]
+    if world_size == 1:
+        results = [train(0, 1, folder, changes)]
+    else:
+        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    assert set().union(*(parts for _, parts in results)) == adapters.keys()
+    for result in results:
+        check(result, losses, adapters)
