@@ -9,14 +9,13 @@ from megacore.errors import CheckpointError
 from megacore.parallel.process_groups import ProcessGroups
 from megacore.suggest import closest_matches
 from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
-from megatrain.checkpoint.checked_files import check_content, without_advice
+from megatrain.checkpoint.checked_files import check_content, check_size, without_advice
 from megatrain.checkpoint.format import (
     INDEX_NAME,
     LATEST_NAME,
     PARTIAL_SUFFIX,
     REPLACED_SUFFIX,
     CheckpointIndex,
-    check_files,
     is_step_folder,
     read_index,
     step_folders,
@@ -140,8 +139,10 @@ def verify_files(folder: Path, groups: ProcessGroups) -> CheckpointIndex:
 
     def verify_share() -> CheckpointIndex:
         index = read_index(folder)
-        check_files(folder, index)
-        for name in sorted(index.files)[groups.world.position :: groups.world.size]:
+        share = sorted(index.files)[groups.world.position :: groups.world.size]
+        for name in share:  # before any content, which takes long
+            check_size(folder / name, index.files[name])
+        for name in share:
             check_content(folder / name, index.files[name])
         return index
 
