@@ -1,7 +1,8 @@
-"""Write inputs of the example: a tiny Hugging Face model with a chat template, and conversations.
+"""Write inputs of the examples: a tiny Hugging Face model with a chat template, and its data.
 
-Usage: ``make_inputs.py FOLDER`` writes ``FOLDER/model`` and ``FOLDER/conversations.jsonl``. The
-weights are random, so nothing is downloaded; use any supported model in its place.
+Usage: ``make_inputs.py FOLDER`` writes ``FOLDER/model``, ``FOLDER/conversations.jsonl`` and
+``FOLDER/pairs.jsonl``, of a right and a wrong answer. The weights are random, so nothing is
+downloaded; use any supported model in its place.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ def conversations() -> list[dict[str, list[dict[str, str]]]]:
     return rows
 
 
+def pairs() -> list[dict[str, list[dict[str, str]]]]:
+    """A right and a wrong answer to each question about a sum."""
+    rows = []
+    for first, second in itertools.product(range(6), repeat=2):
+        right, wrong = first + second, (first + second + 1 + first % 3) % len(WORDS)
+        turns = {
+            "prompt": ("user", f"What is {WORDS[first]} plus {WORDS[second]}?"),
+            "chosen": ("assistant", f"It is {WORDS[right]}."),
+            "rejected": ("assistant", f"Surely {WORDS[wrong]}!"),
+        }
+        rows.append({k: [{"role": role, "content": text}] for k, (role, text) in turns.items()})
+    return rows
+
+
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes and frequent pairs."""
     made = Tokenizer(models.BPE())
@@ -56,7 +71,7 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def main(folder: Path) -> None:
-    """Write both."""
+    """Write all."""
     rows = conversations()
     chosen = tokenizer([turn["content"] for row in rows for turn in row["messages"]])
     torch.manual_seed(0)
@@ -73,8 +88,9 @@ def main(folder: Path) -> None:
     )
     model.save_pretrained(folder / "model")
     chosen.save_pretrained(folder / "model")
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "conversations.jsonl").write_text(lines, encoding="utf-8")
+    for name, written in (("conversations", rows), ("pairs", pairs())):
+        lines = "".join(json.dumps(row) + "\n" for row in written)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from megatrain.models.attention.gqa import Attention
 from megatrain.models.attention.rotary import RotaryTables
 from megatrain.models.custom import ModelFactory, StageContext
 from megatrain.models.gpt import Embedding, Head
+from megatrain.models.group_loss import AnswerLogprobs, GroupLoss
 from megatrain.models.layers import (
     ColumnLinear,
     LayerNorm,
@@ -48,12 +49,14 @@ from megatrain.train.weight_stream import refresh_weights, stream_weights
 
 __all__ = [
     "MLP",
+    "AnswerLogprobs",
     "Attention",
     "Callback",
     "ColumnLinear",
     "DataFactory",
     "Embedding",
     "Group",
+    "GroupLoss",
     "Head",
     "LayerNorm",
     "Loss",

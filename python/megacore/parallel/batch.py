@@ -100,6 +100,19 @@ def problem_of_starts(starts: Sequence[int], sequence: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Documents that a loss compares with each other: the first ones of each sample.
+
+    Attributes:
+        counts: Answers of each sample. On the host.
+        values: Numbers of each answer, ``(sum(counts), K)``, float32; K may be 0.
+    """
+
+    counts: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Microbatch:
     """The tokens of one forward pass on one data-parallel rank.
 
@@ -126,6 +139,7 @@ class Microbatch:
         documents: Documents, which attention does not cross; ``None``: each sample is one.
         lengths: Tokens of each sample before its padding, ``(B,)``, int64; ``None`` without padding
             in the data. Routers leave padding out of losses, counts, capacities and dispatch.
+        answers: Documents that a loss of groups compares; ``None`` for other data.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -148,6 +162,7 @@ class Microbatch:
     keys: StepKeys | None = None
     documents: Documents | None = None
     lengths: Tensor | None = None
+    answers: Answers | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -187,6 +202,9 @@ class Microbatch:
         documents = self.documents
         if documents is not None:
             documents = replace(documents, positions=change(documents.positions))
+        answers = self.answers
+        if answers is not None:
+            answers = replace(answers, values=change(answers.values))
         return replace(
             self,
             tokens=change(self.tokens),
@@ -194,4 +212,5 @@ class Microbatch:
             sample_ids=change(self.sample_ids),
             documents=documents,
             lengths=None if self.lengths is None else change(self.lengths),
+            answers=answers,
         )

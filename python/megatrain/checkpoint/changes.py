@@ -34,6 +34,7 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
     "model": frozenset({"init_std"}),
     "moe": frozenset({"static_transport"}),
     "data": frozenset({"cache"}),
+    "preference": frozenset({"reference_dir", "any_reference"}),
     "optimizer": frozenset(
         {
             *("overlap", "distributed", "num_instances", "loss_scale"),

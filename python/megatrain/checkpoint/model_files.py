@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatrain.checkpoint.format import step_folders
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME, files_of_folder, tokenizer_files
-from megatrain.data.loading import TrainingData
 from megatrain.data.tokenizer import special_tokens_of
+from megatrain.data.training_data import TrainingData
 from megatrain.hf_folder import (
     CONFIG_NAME,
     json_text,

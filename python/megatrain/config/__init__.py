@@ -25,6 +25,7 @@ from megatrain.config.moe import EchoConfig, MoEConfig
 from megatrain.config.optimizer import MuonConfig, OptimizerConfig, ParamGroupConfig
 from megatrain.config.parallel import ParallelConfig
 from megatrain.config.pipeline import PipelineConfig
+from megatrain.config.preference import PreferenceConfig
 from megatrain.config.resolve import resolve
 from megatrain.config.resolved import (
     ResolvedConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "ParallelConfig",
     "ParamGroupConfig",
     "PipelineConfig",
+    "PreferenceConfig",
     "ResolvedConfig",
     "ResolvedMoEConfig",
     "ResolvedModelConfig",

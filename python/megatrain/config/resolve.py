@@ -16,6 +16,7 @@ from megatrain.config.layout_rules import LAYOUT_RULES
 from megatrain.config.load import join_problems
 from megatrain.config.pipeline import DEFAULT_SCHEDULE
 from megatrain.config.pipeline_rules import check_pipeline
+from megatrain.config.preference_rules import check_preference
 from megatrain.config.problems import ConfigErrors
 from megatrain.config.resolved import ResolvedConfig
 from megatrain.config.schedule_file import COPY_NAME, read_schedule_file
@@ -120,7 +121,7 @@ def _fill(
     model, parallel, run = config.model, config.parallel, config.run
     latent = model.mla.nope_head_dim + model.mla.rope_head_dim if model.mla.kv_rank else None
     ffn_hidden_size = model.ffn_hidden_size or model.default_ffn_hidden_size
-    steps = config.train.steps
+    steps, has_pairs = config.train.steps, config.preference.loss is not None
     sections = {
         "model": _filling(
             resolved.ResolvedModelConfig,
@@ -140,6 +141,10 @@ def _fill(
             schedule=DEFAULT_SCHEDULE if config.pipeline.schedule_file is None else None,
             num_chunks=config.pipeline.chunks,
         ).with_file(config.pipeline.file),
+        # Answers of a pair do not see each other.
+        "data": config.data.model_copy(
+            update={"document_mask": config.data.document_mask or has_pairs}
+        ),
         "train": _filling(
             resolved.ResolvedTrainConfig,
             config.train,
@@ -304,6 +309,7 @@ def _check_traced_steps(problems: ConfigErrors, config: ResolvedConfig) -> None:
 _CHECKS: tuple[Callable[[ConfigErrors, ResolvedConfig], None], ...] = (
     *LAYOUT_RULES,
     check_pipeline,
+    check_preference,
     _check_recompute,
     _check_own_model,
     _check_fp8,

@@ -28,6 +28,7 @@ from megatrain.config.moe import MoEConfig
 from megatrain.config.optimizer import OptimizerConfig
 from megatrain.config.parallel import ParallelConfig
 from megatrain.config.pipeline import PipelineConfig
+from megatrain.config.preference import PreferenceConfig
 from megatrain.config.run import RunConfig
 from megatrain.config.train import TrainSectionConfig
 
@@ -44,6 +45,7 @@ class Config(Section):
     graphs: GraphsConfig = GraphsConfig()
     data: DataConfig = DataConfig()
     train: TrainSectionConfig = TrainSectionConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     debug: DebugConfig = DebugConfig()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         num_microbatches,
         unigram_entropy,
     )
-    from megatrain.data.loading import TrainingData, load_data
+    from megatrain.data.loading import load_data
+    from megatrain.data.training_data import TrainingData
 
 __all__ = [
     "ByteTokenizer",
@@ -47,7 +48,7 @@ __all__ = [
 _HOMES = {
     "Dataset": "dataset",
     "SampleOrder": "dataset",
-    "TrainingData": "loading",
+    "TrainingData": "training_data",
     "load_data": "loading",
     "microbatch": "dataset",
     "num_microbatches": "dataset",

@@ -28,6 +28,8 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # Names of the reasoning in a message; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+_ROLE_RULE = 'every message must be an object with a "role"'
+
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -135,7 +137,7 @@ class ChatTemplate:
             ValueError: For a conversation that cannot be rendered or has no answer.
         """
         if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise ValueError('every message must be an object with a "role"')
+            raise ValueError(_ROLE_RULE)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise ValueError('"tools" must be a list of objects')
         if not any(message["role"] == "assistant" for message in messages):
@@ -147,6 +149,24 @@ class ChatTemplate:
                 raise ValueError(f"the chat template {self.name} marks no answer of it")
             return MarkedText(text=text, answers=answers, is_closed=True)
         return self._compare(messages, tools)
+
+    def text(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Render messages, without marks.
+
+        Raises:
+            ValueError: For messages that cannot be rendered.
+        """
+        if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+            raise ValueError(_ROLE_RULE)
+        plain = [_plain(message) for message in messages]
+        marked = self._run(plain, tools, add_generation_prompt=add_generation_prompt)
+        return _unmark(marked)[0]
 
     def _compare(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> MarkedText:
         text = self._run(messages, tools)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megacore.errors import ConfigError, DataError
-from megacore.parallel.batch import Documents, Microbatch
+from megacore.parallel.batch import Answers, Documents, Microbatch
 from megatrain.data.sample import Sample, Samples, sample_of_window
 from megatrain.data.stream import TokenRange
 from megatrain.data.tokenizer import TokenArray
@@ -239,7 +239,16 @@ def microbatch(
         if document_mask
         else None,
         lengths=torch.tensor(lengths) if len(lengths) == len(samples) else None,
+        answers=_answers([sample.values for sample in samples]),
     )
+
+
+def _answers(values: Sequence[NDArray[np.float64] | None]) -> Answers | None:
+    given = [one for one in values if one is not None]
+    if len(given) < len(values):
+        return None
+    joined = torch.from_numpy(np.concatenate(given)).float()
+    return Answers(counts=tuple(len(one) for one in given), values=joined)
 
 
 def _stack(rows: Sequence[NDArray[np.int64]]) -> Tensor:

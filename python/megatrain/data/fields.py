@@ -136,23 +136,51 @@ def _names(row: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _conversation(
     messages: Sequence[Any], row: Mapping[str, Any], template: ChatTemplate | None
 ) -> MarkedText:
+    template, is_old = needs_template(template), _is_sharegpt(messages)
+    if is_old:
+        messages = messages_of(messages)
+        system = row.get("system")
+        if isinstance(system, str) and system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+    return template.render(messages, tools_of(row) if is_old else row.get("tools"))
+
+
+def needs_template(template: ChatTemplate | None) -> ChatTemplate:
+    """Return the template of conversations.
+
+    Raises:
+        DataError: If there is none.
+    """
     if template is None:
         raise DataError(
             "conversations need a chat template: set the tokenizer to a tokenizer.json with "
             "chat_template.jinja, or chat_template in tokenizer_config.json, beside it"
         )
+    return template
+
+
+def _is_sharegpt(messages: Sequence[Any]) -> bool:
+    return any(isinstance(one, Mapping) and "from" in one for one in messages)
+
+
+def messages_of(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with the keys that templates read.
+
+    Raises:
+        ValueError: For a message in the form of ShareGPT that lacks a key.
+    """
+    return [_with_role(one) for one in messages] if _is_sharegpt(messages) else list(messages)
+
+
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """Return the tools of a record, which many files have as JSON text.
+
+    Raises:
+        ValueError: If they are text that is not JSON.
+    """
     tools = row.get("tools")
-    if any(isinstance(one, Mapping) and "from" in one for one in messages):
-        messages = [_with_role(message) for message in messages]
-        system = row.get("system")
-        if isinstance(system, str) and system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        tools = _tools_of_text(tools) if isinstance(tools, str) else tools
-    return template.render(messages, tools)
-
-
-def _tools_of_text(tools: str) -> Any:
-    """Return the tools of a record in the form of ShareGPT, which many files have as JSON text."""
+    if not isinstance(tools, str):
+        return tools
     try:
         return json.loads(tools) if tools.strip() else None
     except ValueError as error:

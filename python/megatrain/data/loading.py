@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from megacore.errors import DataError
 from megatrain.config import DataConfig, ResolvedConfig, SourceConfig
-from megatrain.config.data import SourceKind
 from megatrain.data.blend import Blend
-from megatrain.data.cache import built_once, cache_folder, file_facts
+from megatrain.data.cache import cache_folder
 from megatrain.data.custom import own_datasets
 from megatrain.data.dataset import Dataset, mixed_seed, unigram_entropy
 from megatrain.data.file_kinds import FileKind, is_compressed, kind_of_file
@@ -24,13 +22,12 @@ from megatrain.data.frame import frame_of
 from megatrain.data.indexed import IndexedTokens, indexed_prefix
 from megatrain.data.megatron import megatron_samples, split_borders
 from megatrain.data.packing import PackedDataset
+from megatrain.data.pairs import load_pairs
 from megatrain.data.prepare import (
-    Prepared,
     PrepareOptions,
     Progress,
-    preparation_facts,
-    prepare,
 )
+from megatrain.data.prepared import file_kind, prepared_source
 from megatrain.data.sample import Samples
 from megatrain.data.sources import (
     BUILT_IN,
@@ -41,6 +38,7 @@ from megatrain.data.sources import (
 from megatrain.data.special_tokens import BYTES
 from megatrain.data.stream import TokenRange, TokenSource
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
+from megatrain.data.training_data import TrainingData
 
 # Tokens per source checked before training starts; the others are checked when they are read.
 CHECKED_TOKENS = 1 << 24
@@ -48,35 +46,6 @@ CHECKED_TOKENS = 1 << 24
 ENTROPY_SAMPLES = 64
 # Larger text is prepared in the cache instead of being tokenized in the memory of every rank.
 IN_MEMORY_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """Data of a run.
-
-    Attributes:
-        sources: Training sources by name; of `data.factory`, its first samples.
-        tokenizer: Their tokenizer; ``vocab_size`` is the model's vocabulary by default.
-        train: Samples for training.
-        validation: Validation sets by name, each in one fixed order; empty without validation data.
-        validation_weights: Weight of each set in the mean validation loss.
-        unigram_entropy: Entropy of the training tokens of the first source, in nats per token. A
-            loss below it proves that the model uses context.
-        default_normalization: Default of ``train.loss_normalization``.
-        notes: Sentences about the tokens for the start of a run.
-        order_sizes: Samples that Megatron's order was built for, of ``"train"`` and
-            ``"validation"``; empty for the other orders.
-    """
-
-    sources: Mapping[str, TokenSource]
-    tokenizer: Tokenizer
-    train: Samples
-    validation: Mapping[str, Samples]
-    validation_weights: Mapping[str, float]
-    unigram_entropy: float
-    default_normalization: Literal["microbatch", "token"] = "microbatch"
-    notes: tuple[str, ...] = ()
-    order_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_data(
@@ -181,6 +150,8 @@ def load_run_data(
     """
     if config.data.factory is not None:
         return _own_data(config)
+    if config.preference.loss is not None:
+        return load_pairs(config, progress=progress)
     train, sizes = config.train, run_order_sizes(dict(config.train)) | dict(order_sizes or {})
     return load_data(
         config.data,
@@ -261,18 +232,11 @@ def open_source(
     return opened
 
 
-def _file_kind(kind: SourceKind) -> FileKind | None:
-    match kind:
-        case "text" | "jsonl" | "json" | "parquet" | "arrow":
-            return kind
-    return None
-
-
 def _open_text(
     source: SourceConfig, tokenizer: Tokenizer, data: DataConfig, progress: Progress | None
 ) -> TokenSource:
     """Open token files, or tokenize text: little of it in memory, records in the cache."""
-    kind = _file_kind(source.kind)
+    kind = file_kind(source.kind)
     frame = frame_of(tokenizer, bos=data.bos, eod=data.eod)
     prefix = None
     if source.kind == "indexed":
@@ -296,40 +260,12 @@ def _open_text(
         bos=data.bos,
         eod=data.eod,
     )
-    opened = _prepared(source, found.files, options, cache_folder(data.cache), progress)
+    opened = prepared_source(source, found.files, options, cache_folder(data.cache), progress)
     return replace(opened, notes=found.notes(Path(source.path)) + opened.notes)
 
 
 def _is_plain(files: Sequence[Path], kind: FileKind | None) -> bool:
     return all(kind_of_file(path, kind) == "text" and not is_compressed(path) for path in files)
-
-
-def _prepared(
-    source: SourceConfig,
-    files: Sequence[Path],
-    options: PrepareOptions,
-    cache: Path,
-    progress: Progress | None,
-) -> TokenSource:
-    facts = {"files": [file_facts(path) for path in files], **preparation_facts(options)}
-
-    def build(partial: Path) -> None:
-        prepared = prepare(files, partial / "tokens", options, progress=progress)
-        (partial / "prepared.json").write_text(json.dumps(asdict(prepared)), encoding="utf-8")
-
-    folder = built_once(cache, "tokens", facts, build)
-    tokenizer = load_tokenizer(options.tokenizer)
-    prepared = Prepared(**json.loads((folder / "prepared.json").read_text(encoding="utf-8")))
-    frame = frame_of(tokenizer, bos=options.bos, eod=options.eod)
-    opened = indexed_source(source.path, folder / "tokens")
-    count = f"{opened.num_documents:,} documents"
-    description = f"{source.path}, {count}, prepared in {folder}"
-    return replace(
-        opened,
-        description=description,
-        tokenizer=tokenizer,
-        notes=frame.notes + tuple(f"{source.label}: {note}" for note in prepared.notes),
-    )
 
 
 def _notes(sources: Iterable[TokenSource]) -> tuple[str, ...]:

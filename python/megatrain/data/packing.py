@@ -104,7 +104,7 @@ def build_packing(
     # There may be many more pieces than documents, so few arrays of them are held at once.
     lengths = np.full(num_pieces, seq_length + 1, dtype=np.int32)
     lengths[ends[counts > 0] - 1] = (sizes - (counts - 1) * seq_length)[counts > 0]
-    order, rows = _ordered(lengths, seq_length + 1, seed)
+    order, rows = ordered_by_best_fit(lengths, seq_length + 1, seed)
     starts = np.arange(num_pieces) * seq_length
     starts += np.repeat(document_starts - (ends - counts) * seq_length, counts)
     continued = np.ones(num_pieces, dtype=np.bool_)
@@ -114,10 +114,14 @@ def build_packing(
     )
 
 
-def _ordered(
+def ordered_by_best_fit(
     lengths: NDArray[np.int32], capacity: int, seed: int
 ) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Return the pieces by sample, and the first of each sample and their number at the end."""
+    """Pack pieces into samples of a capacity, see `build_packing`.
+
+    Returns:
+        The pieces by sample, and the first of each sample and their number at the end.
+    """
     dtype = np.int32 if len(lengths) < 1 << 31 else np.int64
     random = np.arange(len(lengths), dtype=dtype)
     np.random.RandomState(seed % (1 << 32)).shuffle(random)

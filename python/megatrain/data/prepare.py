@@ -29,6 +29,7 @@ from megatrain.data.fields import FieldForm
 from megatrain.data.file_kinds import FileKind
 from megatrain.data.frame import frame_of
 from megatrain.data.indexed import IndexWriter, token_dtype
+from megatrain.data.pair_text import PairText, answer_start
 from megatrain.data.records import (
     OnBad,
     Record,
@@ -62,6 +63,7 @@ class PrepareOptions:
         kind: Kind of all files; ``None``: by their contents and names.
         bos: Token before every document; ``None``: as the tokenizer has it; ``""``: none.
         eod: Token to append to every document; ``None``: that of the tokenizer; ``""``: none.
+        pairs: Read pairs of answers, each as two documents whose answers count.
         skip_bad: Leave out records that cannot be read, and count them, instead of stopping.
         advice: End of the message about such a record if the run stops.
 
@@ -75,6 +77,7 @@ class PrepareOptions:
     kind: FileKind | None = None
     bos: str | None = None
     eod: str | None = None
+    pairs: bool = False
     skip_bad: bool = False
     advice: str = ""
 
@@ -297,6 +300,7 @@ class _Encoder:
             separator=self._options.separator,
             on_bad=on_bad,
             template=self._template,
+            pairs=self._options.pairs,
         )
         if shard.kind == "text" and not isinstance(self._tokenizer, ByteTokenizer):
             pieces = (record.text for record in records if isinstance(record.text, str))
@@ -309,6 +313,8 @@ class _Encoder:
             for record in batch:
                 if isinstance(record.text, str):
                     yield _Encoded(next(encoded), ends=record.ends)
+                elif isinstance(record.text, PairText):
+                    yield from self._encoded_pair(record.text)
                 else:
                     yield _Encoded(
                         *self._tokenizer.encode_marked(record.text),
@@ -317,6 +323,14 @@ class _Encoder:
                         num_left_out=record.text.num_left_out,
                         num_unprompted=record.text.num_unprompted,
                     )
+
+    def _encoded_pair(self, pair: PairText) -> Iterator[_Encoded]:
+        texts = [pair.prompt, pair.chosen, pair.rejected]
+        prompt, *answers = self._tokenizer.encode_many(texts)
+        start = answer_start(prompt, *answers)
+        for ids in answers:
+            counted = np.arange(len(ids)) >= start
+            yield _Encoded(ids, counted, ends=True, is_closed=pair.is_closed)
 
     def _tokens_of_text(self, shard: Shard, pieces: Iterator[str]) -> Iterator[TokenArray]:
         def cut_at(byte: int) -> Cut | None:
@@ -341,6 +355,8 @@ class _Encoder:
             ids = opened
         closes = document.ends and not (document.is_closed and self._options.eod is None)
         after = np.array(self._frame.after if closes else (), dtype=np.int64)
+        if self._options.pairs and len(after) and ids[-len(after) :].tolist() == after.tolist():
+            after = after[:0]
         return [(ids, counted), (after, None)]
 
 
@@ -401,7 +417,8 @@ def preparation_facts(options: PrepareOptions) -> dict[str, object]:
         "rules": RULES["tokens"],
         "tokenizer": file_facts(file) if file.is_file() else None,
         "templates": [file_facts(path) for path in template_files(options.tokenizer)],
-        "options": asdict(options),
+        # Results of before there were pairs stay valid.
+        "options": {k: v for k, v in asdict(options).items() if k != "pairs" or v},
     }
 
 

@@ -15,6 +15,7 @@ from megacore.errors import DataError
 from megatrain.data.chat import ChatTemplate, MarkedText
 from megatrain.data.fields import FieldForm
 from megatrain.data.file_kinds import FileKind, is_compressed, kind_of_file, open_data
+from megatrain.data.pair_text import PAIR_COLUMNS, PairText, pair_of
 from megatrain.data.tables import arrow_rows, num_row_groups, parquet_rows
 
 SHARD_BYTES = 32 << 20
@@ -52,16 +53,18 @@ class Record:
     """Text of a document, or of a part of it.
 
     Attributes:
-        text: The text; marked if only parts of it are learned.
+        text: The text; marked if only parts of it are learned; or a pair, two documents.
         ends: Whether the document ends with it.
     """
 
-    text: str | MarkedText
+    text: str | MarkedText | PairText
     ends: bool = True
 
     @property
     def length(self) -> int:
         """Number of characters."""
+        if isinstance(self.text, PairText):
+            return self.text.length
         return len(self.text if isinstance(self.text, str) else self.text.text)
 
 
@@ -104,6 +107,7 @@ def read_records(
     on_bad: OnBad,
     template: ChatTemplate | None = None,
     separator: str | None = None,
+    pairs: bool = False,
 ) -> Iterator[Record]:
     """Yield the documents of a shard in order.
 
@@ -113,18 +117,32 @@ def read_records(
         on_bad: Called with one sentence for a record that cannot be read; it may raise.
         template: Renders conversations.
         separator: Text after each field of a prompt, see `FieldForm`.
+        pairs: Read pairs of answers, see `pair_of`, and not ``field``.
+
+    Raises:
+        DataError: If pairs are to be read from text.
     """
     if shard.kind == "text":
+        if pairs:
+            raise DataError(
+                f"{shard.path} must have pairs, records with chosen and rejected, but it is text"
+            )
         yield from _text_records(shard, on_bad)
         return
     form = FieldForm.of(field, separator)
+    names = PAIR_COLUMNS if pairs else form.names
     noun = "field" if shard.kind in {"jsonl", "json"} else "column"
-    for where, row in _rows(shard, form.names, on_bad):
+    for where, row in _rows(shard, names, on_bad):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-            text = form.document(row, template, noun=noun)
-            _check_surrogates(text if isinstance(text, str) else text.text)
+            text: str | MarkedText | PairText
+            if pairs:
+                text = pair_of(row, template)
+                _check_surrogates(text.chosen + text.rejected)
+            else:
+                text = form.document(row, template, noun=noun)
+                _check_surrogates(text if isinstance(text, str) else text.text)
         except DataError:
             raise
         except ValueError as error:

@@ -24,12 +24,15 @@ class Sample:
         document_starts: Index of the first token of each document that starts in the sample; with
             ``data.document_mask`` also 0.
         length: Tokens before the padding at the end; ``None`` for data without padding.
+        values: For a loss of groups: K numbers, possibly none, of each of the first R documents,
+            which are its answers, ``(R, K)``, float64.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     document_starts: Sequence[int] = ()
     length: int | None = None
+    values: NDArray[np.float64] | None = None
 
 
 class Samples(Protocol):

@@ -12,8 +12,8 @@ from megatrain.data.fields import SETTING, column_of
 from megatrain.data.file_kinds import import_pyarrow
 
 _ROWS_AT_ONCE = 1024
-# Columns of a conversation beside its messages.
-_BESIDE = ("tools", "system")
+# Columns of a conversation, or of a pair, beside its messages.
+_BESIDE = ("tools", "system", "prompt")
 
 
 def num_row_groups(path: Path) -> int:

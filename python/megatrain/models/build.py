@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from megatrain.config import (
 )
 from megatrain.models.custom import OwnStage, StageContext, loss_of
 from megatrain.models.gpt import GPTChunk
+from megatrain.models.group_loss import GroupLoss, GroupLossSum
 from megatrain.models.loss import FirstLossCheck, Loss, LossContext, token_loss
+from megatrain.models.preference import PreferenceLoss
 from megatrain.models.stage import ContextOptions, Stage, make_context
 
 
@@ -55,12 +58,46 @@ def build_chunks(
     return build_stages(config, mine, groups, device=device, initialize=initialize)
 
 
-def _checked_loss(name: str | None, tp: Group) -> Loss:
-    """Return the loss of ``train.loss`` with a check of its results, or that of next tokens."""
-    own = loss_of(name)
+def group_loss_of(config: ResolvedConfig) -> tuple[GroupLoss, str] | None:
+    """Return the loss of groups of answers, and the setting that names it; ``None`` without.
+
+    That of ``preference.loss``, or an object of ``train.loss`` with a ``group_size``.
+
+    Raises:
+        ConfigError: If ``train.loss`` cannot be imported, or its metrics are no names.
+    """
+    preference = config.preference
+    if preference.loss is not None:
+        loss = PreferenceLoss(
+            preference.loss, beta=preference.beta, label_smoothing=preference.label_smoothing
+        )
+        return loss, f'preference.loss = "{preference.loss}"'
+    own, shown = loss_of(config.train.loss), f'train.loss = "{config.train.loss}"'
+    size, names = getattr(own, "group_size", None), getattr(own, "metrics", None)
+    if size is None:
+        return None
+    is_named = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    if not isinstance(size, int) or size < 1 or not is_named:
+        raise ConfigError(
+            f"{shown} must have a group_size of at least 1 and names as metrics, got {size!r} and "
+            f"{names!r}"
+        )
+    if config.model.factory is not None or config.graphs.mode != "off":
+        raise ConfigError(
+            f"{shown} has a group_size, which needs megacore's GPT and graphs.mode = off"
+        )
+    return cast(GroupLoss, own), shown
+
+
+def _checked_loss(config: ResolvedConfig, tp: Group, device: torch.device) -> Loss | GroupLossSum:
+    """Return the loss of the run with a check of its first result, or that of next tokens."""
+    found = group_loss_of(config)
+    if found is not None:
+        return GroupLossSum(found[0], shown=found[1], device=device)
+    own = loss_of(config.train.loss)
     if own is None:
         return token_loss
-    check = FirstLossCheck(f'train.loss = "{name}"', tp)
+    check = FirstLossCheck(f'train.loss = "{config.train.loss}"', tp)
 
     def checked(output: Tensor, batch: Microbatch, context: LossContext) -> Tensor:
         return check(own(output, batch, context))
@@ -79,7 +116,7 @@ def build_stages(
     """Build the chunks of some stages on one rank, in their order; see `build_chunks`."""
     stages, further = _stages(config)
     chunks: list[Stage] = []
-    loss = _checked_loss(config.train.loss, groups.tp)
+    loss = _checked_loss(config, groups.tp, torch.device(device))
     options: ContextOptions = {
         "sequence_parallel": config.parallel.sequence_parallel,
         "cp_comm": config.parallel.cp_comm,

@@ -25,6 +25,7 @@ from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.models.attention.rotary import RotaryTables
 from megatrain.models.dropout import Site
+from megatrain.models.group_loss import GroupLossSum
 from megatrain.models.head_loss import head_token_losses
 from megatrain.models.layers import ModelContext, ResidualDropout, VocabEmbedding, make_norm
 from megatrain.models.loss import (
@@ -58,7 +59,7 @@ class GPTChunk(Stage):
             layers for multi-token prediction use it instead of another copy.
         mtp_layers: Global indices of the layers for multi-token prediction in this chunk. Default:
             all of them with the head, none without.
-        loss: Loss of the head's logits.
+        loss: Loss of the head's logits, or of groups of answers.
         sequence_parallel: Split activations between tensor-parallel regions along the sequence.
             Default: not.
         cp_comm: Exchange of context parallelism, see ``parallel.cp_comm``. Default: ``allgather``.
@@ -103,7 +104,7 @@ class GPTChunk(Stage):
         moe: MoEConfig | None = None,
         tied_weight: nn.Parameter | None = None,
         mtp_layers: range | None = None,
-        loss: Loss = token_loss,
+        loss: Loss | GroupLossSum = token_loss,
         **options: Unpack[ContextOptions],
     ) -> None:
         shape = GPTShape.from_config(config)
@@ -178,7 +179,8 @@ class GPTChunk(Stage):
             return self.head(hidden_SBH, batch)  # type: ignore[no-any-return]
         main_SBH, *further = hidden_SBH.chunk(num_outputs)
         loss: Tensor = self.head(main_SBH, batch)
-        return self._add_predictions(loss, further, batch) if self.training else loss
+        adds = self.training and not isinstance(self.head.loss, GroupLossSum)
+        return self._add_predictions(loss, further, batch) if adds else loss
 
     def _add_predictions(
         self, loss: Tensor, outputs: Sequence[Tensor], batch: Microbatch
@@ -375,7 +377,7 @@ class Head(nn.Module):
         context: ModelContext,
         *,
         tied_weight: nn.Parameter | None = None,
-        loss: Loss = token_loss,
+        loss: Loss | GroupLossSum = token_loss,
     ) -> None:
         super().__init__()
         self.region = context.region
@@ -398,10 +400,13 @@ class Head(nn.Module):
 
         The logits of the default loss are computed in blocks of columns if they are large.
         """
-        if self.loss is token_loss or self.recorder is not None:
+        compares = isinstance(self.loss, GroupLossSum)
+        if self.loss is token_loss or compares or self.recorder is not None:
             losses_SB = self.token_losses(x_SBH, batch)
             if self.recorder is not None:
                 self.recorder(losses_SB, batch)
+            if compares:
+                return self.loss(losses_SB, batch, self.context)
             if self.loss is token_loss:
                 return mean_of_labels(losses_SB, self.context.labels(batch))
         return self.loss(self.columns(x_SBH), batch, self.context)

@@ -81,7 +81,8 @@ class RunInfo:
         num_parameters: Parameters of the whole model, each counted once.
         data: The training text in words.
         num_tokens: Tokens of the training split.
-        unigram_entropy: Entropy of the training split, nats per token.
+        unigram_entropy: Entropy of the training split, nats per token; ``None`` if the loss is not
+            of tokens.
         schedule: The pipeline schedule in words.
         environment: Versions and hardware, see :func:`collect_environment`.
         resumed_from: The checkpoint from which the run continued.
@@ -103,7 +104,7 @@ class RunInfo:
     num_parameters: int
     data: str
     num_tokens: int
-    unigram_entropy: float
+    unigram_entropy: float | None
     schedule: str
     environment: Mapping[str, str] = field(default_factory=dict)
     resumed_from: str | None = None

@@ -122,7 +122,9 @@ def loss_card(run: RunFiles) -> str:
     spec = ChartSpec(
         label="Training and validation loss by step",
         series=series,
-        references=[Reference(value=entropy, label=f"unigram entropy {entropy:.3f}")],
+        references=[]
+        if entropy is None
+        else [Reference(value=entropy, label=f"unigram entropy {entropy:.3f}")],
         marks=marks_of(events, labelled=True),
         top=_token_ticks(run),
         top_name="tokens",
@@ -304,6 +306,8 @@ def _loss_tile(run: RunFiles) -> str:
         return _tile("Loss", "none", "no step was recorded")
     tail = points[-TAIL:]
     loss = statistics.fmean(value for _, value in tail)
+    if run.info.unigram_entropy is None:
+        return _tile(f"Loss, last {len(tail)} steps", f"{loss:.3f}", "mean over groups")
     gap = run.info.unigram_entropy - loss
     kind, word = ("good", "below") if gap > 0 else ("bad", "above")
     sub = f'<span class="pill {kind}">{abs(gap):.2f} {word}</span> unigram entropy'
@@ -318,6 +322,8 @@ def _validation_tile(run: RunFiles) -> str:
     if not points:
         return _tile("Validation loss", "none", "not measured")
     step, loss = points[-1]
+    if run.info.unigram_entropy is None:
+        return _tile("Validation loss", f"{loss:.3f}", f"step {step:,.0f}")
     perplexity = f"perplexity {math.exp(loss):.2f}, " if loss < 20 else ""
     return _tile("Validation loss", f"{loss:.3f}", f"{perplexity}step {step:,.0f}", unit="nats")
 

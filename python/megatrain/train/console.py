@@ -29,7 +29,8 @@ class RunSummary:
     Attributes:
         loss: Last training loss of this start; ``None`` if no label of its steps counted.
         validation_loss: Last validation loss, if there was one.
-        unigram_entropy: Unigram entropy of the training text, nats per token.
+        unigram_entropy: Unigram entropy of the training text, nats per token; ``None`` if the loss
+            is not of tokens.
         tokens_per_s: Average over the run.
         wall_time_s: Wall time of the run in seconds.
         num_skipped: Steps skipped because of a non-finite gradient.
@@ -38,7 +39,7 @@ class RunSummary:
 
     loss: float | None
     validation_loss: float | None
-    unigram_entropy: float
+    unigram_entropy: float | None
     tokens_per_s: float
     wall_time_s: float
     num_skipped: int
@@ -99,12 +100,14 @@ class Console:
         self._started = time.monotonic()
         left = f"{self._first_step + 1:,} to {self._steps:,}"
         tokens = f"{short_count(info.num_tokens)} training tokens"
-        entropy = f"unigram entropy {info.unigram_entropy:.3f} nats"
+        entropy = ""
+        if info.unigram_entropy is not None:
+            entropy = f", unigram entropy {info.unigram_entropy:.3f} nats"
         rows = [
             ("run", info.name),
             ("layout", layout),
             ("model", f"{info.model}, {short_count(info.num_parameters)} parameters"),
-            ("data", f"{info.data}: {tokens}, {entropy}"),
+            ("data", f"{info.data}: {tokens}{entropy}"),
             ("schedule", info.schedule),
             *([("kernels", kernels)] if (kernels := info.environment.get("kernels")) else []),
             ("steps", left if self._first_step < self._steps else f"all {self._steps:,} are done"),
@@ -144,7 +147,16 @@ class Console:
         if finite and self._rich.encoding.startswith("utf"):
             rows.append(("", f"{finite[0]:.2f} {sparkline(finite)} {finite[-1]:.2f}"))
         if summary.validation_loss is not None:
-            rows.append(("validation", _validation_text(summary.validation_loss, name="loss")))
+            rows.append(
+                (
+                    "validation",
+                    _validation_text(
+                        summary.validation_loss,
+                        name="loss",
+                        is_of_tokens=summary.unigram_entropy is not None,
+                    ),
+                )
+            )
         rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s"))
         rows.append(("time", duration(summary.wall_time_s)))
         if summary.num_skipped:
@@ -157,6 +169,8 @@ class Console:
         if summary.loss is None:
             return "none, because no label counted"
         if math.isfinite(summary.loss):
+            if summary.unigram_entropy is None:
+                return f"{summary.loss:.4f}"
             gap = summary.unigram_entropy - summary.loss
             versus = f"{abs(gap):.3f} {'below' if gap > 0 else 'above'} the unigram entropy"
             return f"{summary.loss:.4f} nats per token, {versus}"
@@ -327,17 +341,19 @@ def sparkline(values: Sequence[float], *, width: int = 40) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _validation_text(loss: float, *, name: str = "validation loss") -> str:
+def _validation_text(
+    loss: float, *, name: str = "validation loss", is_of_tokens: bool = True
+) -> str:
     if not math.isfinite(loss):
         return f"{name} not finite"
-    perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
+    perplexity = f" (perplexity {math.exp(loss):.2f})" if is_of_tokens and loss < 20 else ""
     return f"{name} {loss:.4f}{perplexity}"
 
 
 def _validations_text(record: StepRecord) -> str:
     """Format the validation loss and, in brackets, that of each of several sets."""
     assert record.validation_loss is not None
-    text = _validation_text(record.validation_loss)
+    text = _validation_text(record.validation_loss, is_of_tokens=not record.groups)
     sets = [
         f"{name} {f'{loss:.4f}' if math.isfinite(loss) else 'not finite'}"
         for name, loss in record.validation_losses.items()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megacore.errors import ConfigError, DataError
 from megatrain.checkpoint import StoredWeights, read_index
@@ -15,6 +17,13 @@ from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.data.indexed import indexed_prefix
+from megatrain.data.pairs import (
+    PairDataset,
+    load_pairs,
+    reference_header,
+    reference_line,
+    reference_path,
+)
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf_folder import dtype_name, is_model_folder
 from megatrain.launch.context import RankContext
@@ -22,11 +31,12 @@ from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.logprobs import LogprobFile, LogprobRecorder
 from megatrain.train.trainer import build_trainer
+from megatrain.train.weight_stream import weights_checksum
 
 # Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
 MAX_SEQ_LENGTH = 2048
 # Sections of a run that its evaluation uses; layout and files are chosen for the evaluation.
-_KEPT = ("model", "moe", "data", "train")
+_KEPT = ("model", "moe", "data", "train", "preference")
 # Settings in them that an evaluation has no use for.
 _OF_TRAINING = {
     "moe": ("echo", "static_transport"),
@@ -43,12 +53,14 @@ class EvalSource:
         step: Steps of the checkpoint; ``None`` for a Hugging Face folder.
         config: The settings to evaluate with, not resolved.
         whole: Whether every sample of a set counts once, instead of ``train.eval_steps`` batches.
+        pairs: File or folder of pairs, for the log-probs of their answers; ``None``: the loss.
     """
 
     path: Path
     step: int | None
     config: Config
     whole: bool
+    pairs: str | None = None
 
 
 def open_source(
@@ -57,6 +69,7 @@ def open_source(
     *,
     data: str | None = None,
     whole: bool = False,
+    pairs: str | None = None,
 ) -> EvalSource:
     """Find weights, and the settings of their evaluation: those of the run, on one process.
 
@@ -65,6 +78,7 @@ def open_source(
         settings: Settings of the user, which override those of the run.
         data: Data to evaluate on, as ``data.source``. Default: the validation sets.
         whole: As in `EvalSource`; also if ``data`` is given and ``train.eval_steps`` is not.
+        pairs: As in `EvalSource`.
 
     Raises:
         CheckpointError: If there is no checkpoint.
@@ -72,6 +86,7 @@ def open_source(
     """
     path, step = Path(path), None
     keys = {key for key, _ in settings}
+    data, whole = (data, whole) if pairs is None else (pairs, True)
     if is_model_folder(path):
         values = _hf_values(path, data, keys)
     else:
@@ -88,6 +103,11 @@ def open_source(
         }
         whole = whole or "train.eval_steps" not in keys
     values.setdefault("train", {})
+    if pairs is not None:
+        # The loss of a run of pairs would need the reference that is computed here.
+        values["data"] |= {"split": "1,0", "validation": [], "document_mask": True}
+        values["train"] |= {"loss": None}
+        values["preference"] = {**values.get("preference", {}), "loss": None}
     if whole:
         values["train"]["loss_normalization"] = "token"
     if values["train"].get("eval_interval") == 0:
@@ -97,7 +117,7 @@ def open_source(
         tokenizer = tokenizer_beside(config.data.tokenizer, path)
         data_section = config.data.model_copy(update={"tokenizer": tokenizer})
         config = config.model_copy(update={"data": data_section})
-    return EvalSource(path=path, step=step, config=config, whole=whole)
+    return EvalSource(path=path, step=step, config=config, whole=whole, pairs=pairs)
 
 
 def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +165,8 @@ def evaluate(
     Returns:
         ``path``, ``step``, ``parameters``, ``loss`` and ``perplexity`` (the mean over the sets by
         weight, nats per token), and ``sets`` with ``loss``, ``perplexity`` and ``tokens`` of each:
-        the labels that the loss is a mean of.
+        the labels that the loss is a mean of; with a loss of groups ``groups``, their number,
+        and their metrics instead.
     """
     trainer = build_trainer(
         config, world_size=context.world_size, device=context.device, initialize=False
@@ -181,13 +202,84 @@ def evaluate(
         "loss": mean,
         "perplexity": perplexity(mean),
         "sets": {
-            name: {
+            name: {"loss": each.loss, "groups": each.num_labels, **each.groups}
+            if each.groups
+            else {
                 "loss": each.loss,
                 "perplexity": perplexity(each.loss),
                 "tokens": each.num_labels,
             }
             for name, each in found.items()
         },
+    }
+
+
+def evaluate_pairs(
+    source: EvalSource, config: ResolvedConfig, context: RankContext
+) -> dict[str, Any]:
+    """Load the weights and write the log-probs of the answers of all pairs. Collective.
+
+    Args:
+        source: The weights, and the pairs.
+        config: ``source.config``, resolved.
+        context: Rank, world size and device of this process.
+
+    Returns:
+        ``path``, ``step``, ``parameters``, ``pairs``, ``notes``, ``file``, and the means ``chosen``
+        and ``rejected`` of the log-probs of the answers.
+
+    Raises:
+        DataError: If there are no pairs.
+    """
+    assert source.pairs is not None
+    data = load_pairs(config, with_reference=False)
+    found = data.train
+    assert isinstance(found, PairDataset)
+    every = PairDataset.in_order(found)
+    data = replace(data, train=every, validation={"pairs": every}, validation_weights={"pairs": 1})
+    trainer = build_trainer(config, world_size=context.world_size, device=context.device, data=data)
+    load_initial_weights(trainer, source.path)
+    checksum = weights_checksum(trainer)
+    path = reference_path(source.pairs, config.preference)
+    file, recorder = LogprobFile(path, trainer), LogprobRecorder(trainer)
+    model = str(source.path) if source.step is None else f"{source.path}, step {source.step:,}"
+    limit = config.preference.limit(config.model.seq_length)
+    header = reference_header(
+        model=model, weights=checksum, num_pairs=len(every.pairs), max_length=limit
+    )
+    file.write([header])
+    totals = [0.0, 0.0]
+
+    def on_batch(_: str) -> None:
+        lines = []
+        for one in recorder.take():
+            if one.sample < every.num_rows:
+                sums = np.add.reduceat(one.logprobs.astype(np.float64), one.starts).tolist()
+                for number, pair in enumerate(every.pairs_of(one.sample)):
+                    logps = sums[2 * number], sums[2 * number + 1]
+                    lines.append(reference_line(every.pairs, pair, logps))
+                    totals[0], totals[1] = totals[0] + logps[0], totals[1] + logps[1]
+        file.write(lines)
+        console.batch()
+
+    with EvaluationConsole(
+        num_batches=-(-every.num_rows // config.train.global_batch_size),
+        num_tokens=every.num_tokens,
+        silent=context.rank != 0,
+        file=sys.stderr,
+    ) as console:
+        trainer.evaluate(whole=True, on_batch=on_batch)
+    file.finish()
+    chosen, rejected = (total / len(every.pairs) for total in totals)
+    return {
+        "path": str(source.path),
+        "step": source.step,
+        "parameters": trainer.num_params,
+        "pairs": len(every.pairs),
+        "notes": list(data.notes),
+        "file": str(path),
+        "chosen": chosen,
+        "rejected": rejected,
     }
 
 

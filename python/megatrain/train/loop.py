@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -43,6 +44,7 @@ from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.kernels import kernel_notes
 from megatrain.train.metrics import StepRecord
 from megatrain.train.profiling import StepProfiler
+from megatrain.train.references import check_references
 from megatrain.train.results import run_info, write_results
 from megatrain.train.resume import resume_run, run_state
 from megatrain.train.step import Evaluation, StepMetrics
@@ -100,6 +102,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         trainer, start, resumed = resume_run(trainer, found, control, callbacks)
         if weights is not None:
             notes += load_initial_weights(trainer, weights)
+            check_references(trainer)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = move_aside(run_dir, config.checkpoint, found.path, trainer.groups)
         run = _Run(
@@ -275,15 +278,17 @@ class _Run:
             self._note(self._profiler.after_step(step))
             is_last = step + 1 == self._config.train.steps
             losses: dict[str, float] = {}
+            groups: dict[str, Mapping[str, float]] = {}
             if verdict.stop is None and _is_due(
                 step, self._config.train.eval_interval, is_last=is_last
             ):
                 found = self._trainer.evaluate()
                 losses = {name: each.loss for name, each in found.items() if each.num_labels > 0}
+                groups = {name: each.groups for name, each in found.items() if each.groups}
                 if losses:
                     self._validation_loss = self._trainer.mean_validation_loss(found)
                 self._note_empty(found)
-            self._write(record := self._record(step, metrics, losses))
+            self._write(record := self._record(step, metrics, losses, groups))
             for callback in self._callbacks:
                 callback.on_step(record)
             for note in verdict.notes:
@@ -413,7 +418,11 @@ class _Run:
         return self._recorder
 
     def _record(
-        self, step: int, metrics: StepMetrics, validation_losses: dict[str, float]
+        self,
+        step: int,
+        metrics: StepMetrics,
+        validation_losses: dict[str, float],
+        validation_groups: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> StepRecord:
         train = self._config.train
         interval, is_last = self._config.debug.load_interval, step + 1 == train.steps
@@ -431,9 +440,11 @@ class _Run:
             samples=self._samples_after(step + 1),
             validation_loss=self._validation_loss if validation_losses else None,
             validation_losses=validation_losses if has_sets else {},
+            validation_groups=validation_groups,
             epochs=self._trainer.data.train.epochs(self._samples_after(step + 1)),
             experts=metrics.experts,
             mtp_losses=metrics.mtp_losses if has_labels else (),
+            groups=metrics.groups,
             with_load=interval > 0 and (step % interval == 0 or is_last),
             **self._watch.measure(step, metrics),
         )

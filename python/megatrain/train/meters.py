@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import MoEConfig
 from megatrain.models.gpt import GPTChunk
+from megatrain.models.group_loss import GroupLossSum
 from megatrain.models.stage import Stage
 
 
@@ -284,3 +286,57 @@ class MTPLossMeter:
         """
         totals, counts = sums.view(2, -1)
         return tuple((totals / counts).tolist())
+
+
+class GroupLossMeter:
+    """Means over a step of the metrics of a loss of groups.
+
+    Args:
+        chunks: Model chunks of this rank.
+        names: Names of the metrics; none without such a loss.
+        groups: Process groups of this rank.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Stage],
+        *,
+        names: Sequence[str],
+        groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:
+        self._names = tuple(names)
+        self._held = [
+            chunk.head.loss.sums
+            for chunk in chunks
+            if isinstance(chunk, GPTChunk)
+            and chunk.head is not None
+            and isinstance(chunk.head.loss, GroupLossSum)
+        ]
+        # The ranks of a tp group compute the same, so only one of them counts.
+        self._counted = self._held if groups.tp.position == 0 else []
+        size = len(self._names) + 1 if self._names else 0
+        self._zeros = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Zero the sums."""
+        for sums in self._held:
+            sums.zero_()
+
+    def extra(self) -> Tensor:
+        """Collect this rank's part of a global sum: 1-D, fp64; empty without a loss of groups."""
+        total = self._zeros.clone()
+        for sums in self._counted:
+            total += sums
+        return total
+
+    def means(self, sums: Tensor) -> dict[str, float]:
+        """Compute the mean of each metric from the summed :meth:`extra`; NaN without a group."""
+        if not self._names:
+            return {}
+        *totals, count = sums.tolist()
+        return {
+            name: total / count if count > 0 else math.nan
+            for name, total in zip(self._names, totals, strict=True)
+        }

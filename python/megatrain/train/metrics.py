@@ -118,6 +118,11 @@ class StepRecord:
         megatron="mtp_1 loss",
         default=(),
     )
+    groups: Mapping[str, float] = _metric(
+        "train",
+        "metrics of a loss of groups, such as `rewards/margins` of pairs",
+        default_factory=dict,
+    )
     validation_loss: float | None = _metric(
         "validation",
         "loss on validation data after the step, averaged over several sets by weight",
@@ -131,6 +136,9 @@ class StepRecord:
         "the same for each of several sets",
         unit="nats/token",
         default_factory=dict,
+    )
+    validation_groups: Mapping[str, Mapping[str, float]] = _metric(
+        "validation", "metrics of a loss of groups, of each set", default_factory=dict
     )
     step_time_s: float = _metric(
         "speed",
@@ -263,7 +271,12 @@ class StepRecord:
     def console_texts(self) -> list[str]:
         """Format the metrics of a line of the console."""
         values = ((metric.console, getattr(self, name, None)) for name, metric in METRICS.items())
-        return [text.format(value) for text, value in values if text and value is not None]
+        found = [text.format(value) for text, value in values if text and value is not None]
+        shown = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+        of_groups = [
+            f"{shown[name]} {value:.3f}" for name, value in self.groups.items() if name in shown
+        ]
+        return found[:1] + of_groups + found[1:]
 
 
 _EXPERT_METRICS = (

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,9 +29,15 @@ from megacore.parallel.process_groups import ProcessGroups
 from megacore.pipeline import ActionKind, ActionRecorder, PipelineExecutor, Program
 from megacore.pipeline.clock import PhaseClock
 from megacore.pipeline.execution import StageOutput, StepLosses
+from megatrain.models.group_loss import num_groups
 from megatrain.models.stage import Stage
 from megatrain.train.diagnosis import NonFiniteSearch
-from megatrain.train.meters import ExpertLoadMeter, ExpertMetrics, MTPLossMeter
+from megatrain.train.meters import (
+    ExpertLoadMeter,
+    ExpertMetrics,
+    GroupLossMeter,
+    MTPLossMeter,
+)
 
 # (step, microbatch of this data-parallel rank) -> tokens, on the device of the model.
 BatchSource = Callable[[int, int], Microbatch]
@@ -47,7 +53,7 @@ class StepMetrics:
 
     Attributes:
         loss: Mean loss over the global batch, nats per token; NaN if no label counts.
-        num_labels: Labels of the global batch that count.
+        num_labels: Labels of the global batch that count; groups, with a loss of groups.
         grad_norm: Norm of the averaged gradient before clipping.
         skipped: Whether no rank changed anything: a gradient was not finite, or the update was
             vetoed, for example because of a loss spike, or no label counts.
@@ -55,6 +61,7 @@ class StepMetrics:
         step_time_s: Wall time of the step on this rank, seconds.
         num_zeros_in_grad: Zeros in the gradient of the whole model; ``None`` if not counted.
         experts: Loads, drops and losses of MoE layers; ``None`` for a dense model.
+        groups: Means of the metrics of a loss of groups.
         mtp_losses: Mean loss of each depth of multi-token prediction, nats per predicted token; NaN
             for a depth that predicted none.
         votes: Sum over all ranks of the votes for this step.
@@ -71,6 +78,7 @@ class StepMetrics:
     step_time_s: float
     num_zeros_in_grad: int | None = None
     experts: ExpertMetrics | None = None
+    groups: Mapping[str, float] = field(default_factory=dict)
     mtp_losses: tuple[float, ...] = ()
     votes: tuple[float, ...] = ()
     reports: npt.NDArray[np.float64]
@@ -83,11 +91,13 @@ class Evaluation:
 
     Attributes:
         loss: Mean loss, nats per token; NaN if no label counts.
-        num_labels: Labels that count.
+        num_labels: Labels that count; groups, with a loss of groups.
+        groups: Means of the metrics of a loss of groups.
     """
 
     loss: float
     num_labels: int
+    groups: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepRunner(Protocol):
@@ -172,7 +182,7 @@ class TrainStep:
         self._warn_of_missing_grads()
         result = runner.update(sums, lr=lr)
         eager.expire_rounded()  # also if a graph has updated the weights
-        losses, votes, reports, mtp, zeros, experts = eager.split_extra(result.extra)
+        losses, votes, reports, mtp, groups, zeros, experts = eager.split_extra(result.extra)
         expert_metrics = eager.experts.metrics(experts)
         if not result.skipped:
             eager.experts.update_router_biases()
@@ -185,6 +195,7 @@ class TrainStep:
             step_time_s=time.perf_counter() - start,
             num_zeros_in_grad=round(zeros.item()) if zeros.numel() else None,
             experts=expert_metrics,
+            groups=eager.group_metrics.means(groups),
             mtp_losses=eager.predictions.losses(mtp),
             votes=tuple(votes.tolist()),
             reports=reports.view(-1, NUM_REPORTS).numpy(),
@@ -207,20 +218,26 @@ class TrainStep:
         eager.optimizer.finish_param_gather()
         for chunk in eager.chunks:
             chunk.eval()
-        sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=eager.device)
+        num_metrics = eager.group_metrics.extra().numel()
+        sums = torch.zeros(_NUM_SUMS + num_metrics, dtype=torch.float64, device=eager.device)
         for step in range(num_steps):
             batches = eager.fetch(source, step)
             for _ in eager.experts.attempts(f"validation batch {step + 1:,}"):
                 eager.reset_counts()
                 own = self._runner.validate(batches)
-            sums += own
+            sums += torch.cat((own, eager.group_metrics.extra()))
             if on_batch is not None:
                 on_batch()
         for chunk in eager.chunks:
             chunk.train()
         all_reduce_(sums, eager.groups.world)
-        sums = host_values.to_host(sums, "sums of a validation", assumed=lambda: [0.0] * _NUM_SUMS)
-        return Evaluation(loss=_mean(sums), num_labels=round(sums[2].item()))
+        zeros = [0.0] * sums.numel()
+        sums = host_values.to_host(sums, "sums of a validation", assumed=lambda: zeros)
+        return Evaluation(
+            loss=_mean(sums[:_NUM_SUMS]),
+            num_labels=round(sums[2].item()),
+            groups=eager.group_metrics.means(sums[_NUM_SUMS:]),
+        )
 
     def _warn_of_missing_grads(self) -> None:
         missing = tuple(self._eager.optimizer.missing_grads())
@@ -247,6 +264,8 @@ class EagerStep:
         num_microbatches: Microbatches per data-parallel rank and step.
         experts: Counters of the MoE layers of ``chunks``.
         predictions: Sums of the multi-token prediction losses.
+        group_metrics: Sums of the metrics of a loss of groups.
+        group_size: Answers of a group of such a loss; 0 for a loss of tokens.
         per_token: Average the loss over all tokens of the global batch, instead of over the means
             of microbatches.
         clock: Measures the phases of steps; that of the executor and the optimizer.
@@ -268,6 +287,8 @@ class EagerStep:
         num_microbatches: int,
         experts: ExpertLoadMeter,
         predictions: MTPLossMeter,
+        group_metrics: GroupLossMeter,
+        group_size: int = 0,
         clock: PhaseClock,
         per_token: bool = False,
         num_votes: int = 0,
@@ -281,6 +302,8 @@ class EagerStep:
         self.groups = groups
         self.experts = experts
         self.predictions = predictions
+        self.group_metrics = group_metrics
+        self._group_size = group_size
         self.clock = clock
         self.num_microbatches = num_microbatches
         self.device = self.chunks[0].device
@@ -352,6 +375,7 @@ class EagerStep:
         """Zero the expert counters and the sums of multi-token prediction losses."""
         self.experts.reset_counts()
         self.predictions.reset()
+        self.group_metrics.reset()
 
     def expire_rounded(self) -> None:
         """Let weights in 8 bits be rounded again before their next use."""
@@ -390,7 +414,8 @@ class EagerStep:
         """
         votes = self._votes, self._reports
         zeros = (self.optimizer.count_zero_grads(),) if self._counts_zeros else ()
-        extra = torch.cat((sums, *votes, self.predictions.extra(), *zeros, self.experts.extra()))
+        of_losses = self.predictions.extra(), self.group_metrics.extra()
+        extra = torch.cat((sums, *votes, *of_losses, *zeros, self.experts.extra()))
         num_tokens = sums[1] if self.per_token else None
         result = self.optimizer.step(
             lr=lr,
@@ -409,6 +434,7 @@ class EagerStep:
         """Split ``StepResult.extra`` in the order of :meth:`update`."""
         num_mtp = self.predictions.extra().numel()
         sizes = [_NUM_SUMS, self._votes.numel(), self._reports.numel(), num_mtp]
+        sizes.append(self.group_metrics.extra().numel())
         sizes.append(int(self._counts_zeros))
         return list(torch.split(extra, [*sizes, extra.numel() - sum(sizes)]))
 
@@ -436,7 +462,7 @@ class EagerStep:
             if output.dim() > 0:
                 return output
             # Scale the mean loss of the labels that count to its share of the step's loss.
-            return output * batch.loss_factor, self._num_labels(batch)
+            return output * batch.loss_factor, self._num_units(batch)
 
         return forward_step
 
@@ -447,7 +473,7 @@ class EagerStep:
                 return batch  # of a stage that neither computes losses nor routes tokens
             return replace(
                 batch,
-                loss_factor=self._num_labels(batch) * loss_scale,
+                loss_factor=self._num_units(batch) * loss_scale,
                 label_factor=loss_scale,
                 sample_factors=self._sample_factors(batch) * loss_scale,
             )
@@ -470,6 +496,14 @@ class EagerStep:
             sample_factors=factor,
         )
 
+    def _num_units(self, batch: Microbatch) -> Tensor:
+        """Count what this cp rank adds to the step's loss: its labels, or its share of groups."""
+        if self._group_size == 0:
+            return self._num_labels(batch)
+        # All cp ranks compute the loss of every group.
+        share = sum(num_groups(batch, self._group_size)) / self.groups.cp.size
+        return torch.full((), share, dtype=torch.float64, device=self.device)
+
     def _num_labels(self, batch: Microbatch) -> Tensor:
         """Count the labels of this cp rank's share of a microbatch that count."""
         assert batch.labels is not None
@@ -483,6 +517,9 @@ class EagerStep:
         """
         assert batch.labels is not None
         num_tokens_B = (batch.labels >= 0).sum(1)
+        if self._group_size > 0:
+            counts = num_groups(batch, self._group_size)
+            num_tokens_B = torch.tensor(counts, device=num_tokens_B.device)
         return num_tokens_B.float() * (batch.shape[0] / self.groups.cp.size)
 
     def _loss_sums(self, losses: StepLosses, *, loss_scale: Tensor | float = 1.0) -> Tensor:

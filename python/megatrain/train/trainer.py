@@ -44,7 +44,7 @@ from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
 from megatrain.data.prefetch import Prefetch
 from megatrain.data.sample import OneEpoch
-from megatrain.models.build import build_chunks, in_model_order
+from megatrain.models.build import build_chunks, group_loss_of, in_model_order
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.size import count_parameters
 from megatrain.models.stage import Stage
@@ -64,7 +64,7 @@ from megatrain.train.diagnosis import NonFiniteSearch
 from megatrain.train.graphs import StepGraphs
 from megatrain.train.kernels import choose_run_kernels
 from megatrain.train.memory import memory_bytes
-from megatrain.train.meters import ExpertLoadMeter, MTPLossMeter
+from megatrain.train.meters import ExpertLoadMeter, GroupLossMeter, MTPLossMeter
 from megatrain.train.step import BatchSource, EagerStep, Evaluation, StepMetrics, TrainStep
 
 
@@ -314,8 +314,12 @@ def build_trainer(
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
     num_params = _count_params(config, chunks, groups)
     buffers, frozen = _make_buffers(config, groups, chunks)
+    compared = group_loss_of(config)
     per_token = (config.train.loss_normalization or data.default_normalization) == "token"
     tokens_per_step = config.train.global_batch_size * config.model.seq_length
+    if compared is not None:
+        # The loss is the mean over all groups, as if these were the tokens.
+        per_token, tokens_per_step = True, config.train.global_batch_size
     clock = PhaseClock(device) if clock is None else clock
     optimizer = DistributedOptimizer(
         buffers,
@@ -343,6 +347,13 @@ def build_trainer(
         num_microbatches=config.num_microbatches(world_size),
         experts=_watch_experts(config, chunks, groups, device=device),
         predictions=predictions,
+        group_metrics=GroupLossMeter(
+            chunks,
+            names=() if compared is None else compared[0].metrics,
+            groups=groups,
+            device=device,
+        ),
+        group_size=0 if compared is None else compared[0].group_size,
         clock=clock,
         per_token=per_token,
         num_votes=NUM_VOTES,

@@ -7,6 +7,7 @@ and no rank holds the whole model. Both directions use the tables of import and 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,23 @@ def _kept_files(config: ResolvedConfig) -> KeptFiles:
     return KeptFiles.of(config.data.tokenizer, run)
 
 
+def weights_checksum(trainer: Trainer) -> str:
+    """Return a checksum of the weights, equal for equal float32 weights in any layout. Collective.
+
+    It is the sum of their bits as whole numbers, each weight weighed by its position.
+
+    Sync:
+        Waits for the device and for all ranks.
+    """
+    parts = _GatheredParts(trainer, to_all=False, averaged=False)
+    total = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    for name, values, flat in parts.own_values():
+        bits = values.float().view(torch.int32).to(torch.int64)
+        total += (bits * (2 * flat + 1 + 2 * zlib.crc32(name.encode()))).sum()
+    all_reduce_(total, trainer.groups.world)
+    return f"{int(host_values.read(total, 'checksum')) % (1 << 64):016x}"
+
+
 class _GatheredParts:
     """Parts of parameters that are gathered from the ranks that hold them. Collective."""
 
@@ -192,6 +210,21 @@ class _GatheredParts:
         if self._to_all and whole is not None:
             broadcast_(whole, self._world)
         return whole
+
+    def own_values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the values that this rank gives, by box: parameter, values, and their positions.
+
+        Over all ranks, each value comes once. A position is that in the flattened parameter.
+        """
+        for (name, at), chunk in self._own.items():
+            if self._boxes[name][at][0] == self._world.position:
+                flat = torch.zeros((), dtype=torch.int64, device=self._device)
+                for size, first, count in zip(
+                    chunk.full_shape, at, chunk.tensor.shape, strict=True
+                ):
+                    index = torch.arange(first, first + count, device=self._device)
+                    flat = flat[..., None] * size + index
+                yield name, chunk.tensor.detach(), flat
 
     def _move(
         self,

@@ -15,6 +15,7 @@ from megatrain.cli import main
 from megatrain.config import DataConfig
 from megatrain.data import ByteTokenizer, load_data, read_indexed, write_indexed
 from megatrain.data import loading as loading_module
+from megatrain.data import prepared as prepared_module
 from megatrain.data import records as records_module
 from megatrain.data.prepare import PrepareOptions, prepare
 from megatrain.data.records import shards_of
@@ -267,7 +268,7 @@ def test_json_lines_train_from_a_cache_that_is_made_once(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("prepared twice")
 
-    monkeypatch.setattr(loading_module, "prepare", fail)
+    monkeypatch.setattr(prepared_module, "prepare", fail)
     again = load_data(config, seq_length=16, seed=0)
     assert (again.train.sample(3).tokens == data.train.sample(3).tokens).all()
 
