@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Step = Callable[[int], object]
@@ -28,6 +28,7 @@ class Shape:
     tokens: int = 256
     samples: int = 4
     experts: int = 0  # of width ffn, two per token; 0: a dense model
+    dtype: str = "float32"  # of activations; peers have weights and optimizer in it too
 
 
 def megacore(shape: Shape) -> Step:
@@ -53,6 +54,7 @@ def megacore(shape: Shape) -> Step:
             "microbatch_size": shape.samples,
             "global_batch_size": shape.samples,
             "eval_interval": 0,
+            "dtype": shape.dtype,
         },
     }
     if shape.experts:
@@ -63,6 +65,11 @@ def megacore(shape: Shape) -> Step:
         }
     config = resolve(Config(**sections), 1, vocab_size=shape.vocab, cuda=False)
     return build_trainer(config, world_size=1, device=torch.device("cpu")).train_step
+
+
+def megacore_float32(shape: Shape) -> Step:
+    """The trainer of megacore in float32, whatever the others have."""
+    return megacore(replace(shape, dtype="float32"))
 
 
 def transformers(shape: Shape) -> Step:
@@ -183,7 +190,10 @@ STEPS: dict[str, Callable[[Shape], Step]] = {
     "plain torch": plain,
     "plain torch compiled": plain_compiled,
     "Megatron-Core": megatron,
+    "megacore float32": megacore_float32,
 }
+DENSE = tuple(name for name in STEPS if name != "megacore float32")
+NARROW = ("megacore", "megacore float32", "transformers")
 
 
 class _NoRandomStates:
@@ -196,6 +206,7 @@ class _NoRandomStates:
 def _trained(model: Any, loss_of: Callable[[Any], Any], shape: Shape) -> Step:
     import torch
 
+    model.to(getattr(torch, shape.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step(number: int) -> float:

@@ -1,13 +1,17 @@
-"""Training steps of megacore beside its peers, as living processes that take turns step by step.
+"""Training steps of megacore beside its peers, as living processes that take turns.
 
-    make bench-peers [BENCH_ARGS="--rounds 20 --record"]
+    make bench-peers [BENCH_ARGS="--rounds 10 --record"]
 
 Each contestant is a world of processes that stays alive and waits for its turn, so a busy moment of
-the machine hits all of them. Its wall time is that of its slowest rank, its processor time the sum
-of all ranks, of which the median and the quartiles are shown. ``ratio`` is peer / megacore: above
-1, megacore is faster. ``foreign`` is the number of cores that other work took meanwhile. `make`
-installs the peers into ``build/peers``; megacore's environment is not changed. ``--record`` appends
-a row to ``benchmarks/history.jsonl``.
+the machine hits all of them. A turn is several steps in a row, as training makes them. The first
+one does not count: it finds the caches full of the other contestants' data. A turn ends early where
+its steps take seconds, after two of them at the earliest.
+
+The wall time of a step is that of its slowest rank, its processor time the sum of all ranks, of
+which the median and the quartiles are shown. ``ratio`` is peer / megacore: above 1, megacore is
+faster. ``foreign`` is the number of cores that other work took meanwhile. `make` installs the peers
+into ``build/peers``; megacore's environment is not changed. ``--record`` appends a row to
+``benchmarks/history.jsonl``.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _peer_steps import STEPS, Shape, Step
+from _peer_steps import DENSE, NARROW, STEPS, Shape, Step
 
 HERE = Path(__file__).parent
+# A turn in which the steps that count have taken this long is over.
+LONGEST_TURN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,7 @@ class Work:
 
     Attributes:
         name: Shown above the rows.
-        names: Contestants of ``_peer_steps.STEPS``, or of ``bench_optimizer.VARIANTS`` with ranks.
+        names: Contestants, of ``_peer_steps.STEPS``, or of ``bench_optimizer.VARIANTS`` with ranks.
         shape: Model and batch of a step on one rank.
         ranks: Processes of each contestant.
         threads: Threads of each process.
@@ -48,7 +54,6 @@ class Work:
     threads: int = 1
 
 
-DENSE = tuple(STEPS)
 WORKS = (
     Work(name="dense step, d 256, 4 layers, 1,024 tokens", names=DENSE),
     Work(name="dense step, two threads", names=DENSE, threads=2),
@@ -56,6 +61,12 @@ WORKS = (
         name="MoE step, d 96, 4 layers, 8 experts, 1,024 tokens",
         names=("megacore", "transformers"),
         shape=Shape(hidden=96, ffn=192, experts=8),
+    ),
+    Work(name="dense step, bfloat16", names=NARROW, shape=Shape(dtype="bfloat16")),
+    Work(
+        name="MoE step, bfloat16",
+        names=NARROW,
+        shape=Shape(hidden=96, ffn=192, experts=8, dtype="bfloat16"),
     ),
     Work(
         name="ZeRO-1 step, 100.7 M parameters",
@@ -106,15 +117,16 @@ def serve(work: Work, name: str, rank: int, store: str) -> None:
 
 
 class Contestant:
-    """A world of processes that make a step when they are told to."""
+    """A world of processes that make steps when they are told to."""
 
     def __init__(self, work: Work, name: str, folder: str, peer_python: str) -> None:
-        is_peer = work.ranks == 1 and name != "megacore"
+        is_peer = work.ranks == 1 and not name.startswith("megacore")
         python = peer_python if is_peer else sys.executable
         store = f"{folder}/{name.replace(' ', '_')}"
         number = str(WORKS.index(work))
         env = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TORCH_GLOO_LAZY_INIT": "1"}
         self.name = name
+        self.cpu_s = 0.0  # of all steps so far
         self._ranks = [
             subprocess.Popen(
                 [python, __file__, "--serve", number, name, str(rank), store],
@@ -126,6 +138,14 @@ class Contestant:
             for rank in range(work.ranks)
         ]
 
+    def turn(self, steps: int) -> list[tuple[float, float]]:
+        """Return the times of all but the first of at most ``steps`` steps in a row."""
+        self.step()
+        times: list[tuple[float, float]] = []
+        while len(times) < steps - 1 and sum(wall for wall, _ in times) < LONGEST_TURN_S:
+            times.append(self.step())
+        return times
+
     def step(self) -> tuple[float, float]:
         """Return the wall time of the slowest rank and the processor time of all, in seconds."""
         for rank in self._ranks:
@@ -135,7 +155,9 @@ class Contestant:
         lines = [rank.stdout.readline().split() for rank in self._ranks if rank.stdout is not None]
         if not all(lines):
             raise SystemExit(f"bench_peers: contestant {self.name} ended; see its error above")
-        return max(float(line[0]) for line in lines), sum(float(line[1]) for line in lines)
+        wall, cpu = max(float(line[0]) for line in lines), sum(float(line[1]) for line in lines)
+        self.cpu_s += cpu
+        return wall, cpu
 
     def end(self) -> None:
         """End the processes, which are waiting."""
@@ -150,21 +172,21 @@ def busy_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(work: Work, rounds: int, warmup: int, peer_python: str) -> list[dict[str, Any]]:
+def compare(work: Work, rounds: int, steps: int, peer_python: str) -> list[dict[str, Any]]:
     """Let the contestants of one work take turns; returns a row for each."""
     names = work.names
     with tempfile.TemporaryDirectory() as folder:
         contestants = [Contestant(work, name, folder, peer_python) for name in names]
         try:
-            for _ in range(warmup):
-                for contestant in contestants:
-                    contestant.step()
+            for contestant in contestants:
+                contestant.turn(min(steps, 3))  # to compile, and to fill pools of memory
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
             start, busy = time.perf_counter(), busy_s()
+            before = sum(contestant.cpu_s for contestant in contestants)
             for _ in range(rounds):
                 for contestant in contestants:
-                    times[contestant.name].append(contestant.step())
-            ours = sum(cpu for steps in times.values() for _, cpu in steps)
+                    times[contestant.name] += contestant.turn(steps)
+            ours = sum(contestant.cpu_s for contestant in contestants) - before
             foreign = (busy_s() - busy - ours) / (time.perf_counter() - start)
         finally:
             for contestant in contestants:
@@ -230,8 +252,8 @@ def main() -> None:
     from _common import facts, finish, header, options
 
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, at least 2")
     parser.add_argument("--peer-python", default=str(HERE.parent / "build/peers/bin/python"))
     parser.add_argument("--only", default="", help="part of the name of a work")
     parser.add_argument("--record", action="store_true", help="append to history.jsonl")
@@ -239,9 +261,11 @@ def main() -> None:
     args = parser.parse_args()
     if not Path(args.peer_python).exists():
         parser.error(f"--peer-python {args.peer_python} does not exist; run `make bench-peers`")
+    if args.steps < 2:
+        parser.error(f"--steps must be at least 2, got {args.steps}: the first does not count")
     works = [work for work in WORKS if args.only in work.name]
     rows = [
-        row for work in works for row in compare(work, args.rounds, args.warmup, args.peer_python)
+        row for work in works for row in compare(work, args.rounds, args.steps, args.peer_python)
     ]
     known = {**facts("torch"), "vectors": vector_width()}
     finish([f"{header('torch')}; {vector_width()}", table(rows).lstrip()], args.out)
