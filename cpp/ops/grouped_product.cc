@@ -10,7 +10,8 @@ moe::GroupedShape checked_shape(const Tensor& a,
                                 const Tensor& b,
                                 const Tensor& m_splits,
                                 int64_t product,
-                                const std::optional<Tensor>& out) {
+                                const std::optional<Tensor>& out,
+                                bool accumulate) {
   MC_REQUIRE(product >= kForward && product <= kWeightGrad, "product must be 0, 1 or 2, got {}",
              product);
   MC_REQUIRE(out || product != kWeightGrad, "a weight gradient must have an out to write to");
@@ -26,14 +27,39 @@ moe::GroupedShape checked_shape(const Tensor& a,
                  m_splits.size(0) == shape.num_experts,
              "m_splits must be ({},) int64, got {}", shape.num_experts, shape_text(m_splits));
   if (out) {
-    MC_REQUIRE(out->dtype() == kDTypes.float32 && out->is_contiguous(),
-               "out must be float32 and contiguous");
+    MC_REQUIRE((out->dtype() == kDTypes.float32 || (out->dtype() == a.dtype() && !accumulate)) &&
+                   out->is_contiguous(),
+               "out must be contiguous, and float32, or without accumulate of the dtype of a");
     MC_REQUIRE(product == kWeightGrad || (out->dim() == 2 && out->size(0) == shape.num_rows &&
                                           out->size(1) == (product == kForward ? n : k)),
                "out must be ({}, {}), got {}", shape.num_rows, product == kForward ? n : k,
                shape_text(*out));
   }
   return shape;
+}
+
+// The format of a dtype; others are cast to fp32.
+moe::NumberFormat format_of(int32_t dtype) {
+  if (dtype == kDTypes.bfloat16) {
+    return moe::NumberFormat::kBFloat16;
+  }
+  return dtype == kDTypes.float16 ? moe::NumberFormat::kFloat16 : moe::NumberFormat::kFloat32;
+}
+
+// The dtype in which a tensor is multiplied: its own, or float32.
+int32_t product_dtype(int32_t dtype) {
+  return format_of(dtype) == moe::NumberFormat::kFloat32 ? kDTypes.float32 : dtype;
+}
+
+int64_t bytes_from(int64_t elements, int32_t dtype) {
+  return elements * (format_of(dtype) == moe::NumberFormat::kFloat32 ? 4 : 2);
+}
+moe::Source elements_from(const Tensor& tensor, int64_t first) {
+  return {tensor.data<char>() + bytes_from(first, tensor.dtype()), format_of(tensor.dtype())};
+}
+moe::Target elements_to(const Tensor& tensor, int64_t first) {
+  return {tensor.mutable_data<char>() + bytes_from(first, tensor.dtype()),
+          format_of(tensor.dtype())};
 }
 
 int64_t checked_first_row(const std::optional<Tensor>& first_row, int64_t num_rows) {
@@ -74,34 +100,34 @@ Tensor grouped_product(Tensor a,
                        bool clear_padding,
                        int64_t expected_rows) {
   static_cast<void>(expected_rows);  // a hint for GPUs
-  moe::GroupedShape shape = checked_shape(a, b, m_splits, product, out);
+  moe::GroupedShape shape = checked_shape(a, b, m_splits, product, out, accumulate);
   const int64_t first = checked_first_row(first_row, shape.num_rows);
   const int64_t n = shape.out_features, k = shape.in_features;
   const int32_t dtype = a.dtype();
-  a = contiguous(std::move(a), kDTypes.float32);
-  b = contiguous(std::move(b), kDTypes.float32);
+  a = contiguous(std::move(a), product_dtype(dtype));
+  b = contiguous(std::move(b), product_dtype(b.dtype()));
   m_splits = contiguous(std::move(m_splits));
   const int64_t width = product == kForward ? n : k;
   const Tensor* partly = clear_padding ? nullptr : &a;
-  Tensor result = out ? std::move(*out) : empty({shape.num_rows, width}, kDTypes.float32, partly);
+  Tensor result =
+      out ? std::move(*out) : empty({shape.num_rows, width}, product_dtype(dtype), partly);
   // Rows before the first and behind the last one belong to other groups.
   shape.num_rows -= first;
   clear_padding = clear_padding && !first_row;
-  const float* left = a.data<float>() + first * (product == kForward ? k : n);
-  const float* right = b.data<float>();
+  const moe::Source left = elements_from(a, first * (product == kForward ? k : n));
   const auto* splits = m_splits.data<int64_t>();
-  auto* to = result.mutable_data<float>();
   if (product == kForward) {
-    moe::grouped_gemm(left, right, splits, to + first * n, shape, clear_padding, num_threads());
+    moe::grouped_gemm(left, elements_from(b, 0), splits, elements_to(result, first * n), shape,
+                      clear_padding, num_threads());
   } else if (product == kInputGrad) {
-    moe::grouped_gemm_input_grad(left, right, splits, to + first * k, shape, clear_padding,
-                                 num_threads());
+    moe::grouped_gemm_input_grad(left, elements_from(b, 0), splits, elements_to(result, first * k),
+                                 shape, clear_padding, num_threads());
   } else {
     if (accumulate && mask) {
-      clear_masked(*mask, shape, to);
+      clear_masked(*mask, shape, result.mutable_data<float>());
     }
-    moe::grouped_gemm_weight_grad(left, right + first * k, splits, to, shape, accumulate,
-                                  num_threads());
+    moe::grouped_gemm_weight_grad(left, elements_from(b, first * k), splits, elements_to(result, 0),
+                                  shape, accumulate, num_threads());
   }
   // An operation of torch may not return its argument.
   return out ? empty({0}, dtype) : contiguous(std::move(result), dtype);

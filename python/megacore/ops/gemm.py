@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacore.ops import gemm_cpu
-from megacore.ops.dense import wide_dtype
 from megacore.ops.gemm_cuda import PRODUCTS, choose_backend
 from megacore.ops.grouped_product import grouped_product, product_on_cpu, product_on_cuda
 from megacore.ops.register import define_gradient, define_op, describe
@@ -164,13 +163,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not add and not w.is_cuda and gemm_cpu.torch_has_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
         elif not add:
-            # GPUs, and CPUs with such instructions, sum in float32 whatever the output dtype.
-            narrow = w.is_cuda or not gemm_cpu.goes_to_float32(x, w)
-            dtype = w.dtype if narrow else wide_dtype(w)
-            out = torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
+            grad_w = torch.empty_like(w, memory_format=torch.contiguous_format)
             hint = ctx.expected_rows
-            grouped_product("weight_grad", grad, x, m_splits, out=out, expected_rows=hint)
-            grad_w = out.to(w.dtype)
+            grouped_product("weight_grad", grad, x, m_splits, out=grad_w, expected_rows=hint)
         else:
             grouped_product(
                 "weight_grad",
@@ -227,7 +222,7 @@ def _writes_anywhere(rows: Tensor, w: Tensor) -> bool:
     """Return whether the kernel of a product, forward or for the gradient, is our own."""
     if rows.is_cuda:
         return choose_backend(rows, *w.shape) == "native"
-    return rows.dtype == torch.float32
+    return rows.dtype == torch.float32 or gemm_cpu.goes_to_float32(rows, w)
 
 
 def _forward(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops import gemm_torch
+from megacore.ops.kernel_choice import is_left, linear_names
 
 
 def groups_of(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
@@ -86,20 +87,22 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 
 
 # The choice on the CPU follows benchmarks/results/moe_cpu*.txt: float32 uses the native kernels at
-# every group size. Products of two bfloat16 use torch where the CPU has instructions for them;
-# elsewhere torch takes 5 to 80 times as long as in float32, so the operands are cast to float32. A
-# weight gradient in float32 is a float32 product in all cases.
+# every group size. Products of two bfloat16 use torch where the CPU has instructions for them,
+# unless ours were measured to be faster; elsewhere torch takes 5 to 80 times as long as in float32.
+# A weight gradient in float32 is a float32 product in all cases.
 def goes_to_float32(rows: Tensor, w: Tensor) -> bool:
-    """Return whether a product of 16-bit factors is faster as one of float32 on the CPU.
+    """Return whether a product of 16-bit factors is faster with our kernel, in float32, on the CPU.
 
-    A call of torch for one expert takes about 20 us, the cast of a weight 0.3 ns per element, and
-    an operation in float32 0.01 ns more.
+    A call of torch for one expert takes about 20 us, widening a weight 0.3 ns per element, and an
+    operation in float32 0.01 ns more.
     """
     if rows.dtype.itemsize != 2:
         return False
     num_experts, out_features, in_features = w.shape
     size = out_features * in_features * (30 * num_experts + rows.shape[0])
-    return size < 2_000_000 * num_experts or not _has_fast_products(rows.dtype)
+    if size < 2_000_000 * num_experts or not _has_fast_products(rows.dtype):
+        return True
+    return not is_left(linear_names(str(rows.dtype).removeprefix("torch."))[1], "cpu")
 
 
 @functools.cache

@@ -91,11 +91,15 @@ def product_on_cpu(
     """Choose between our kernel and torch's products of CPU tensors."""
     if out is not None:
         increment_version(out)
-    is_ours_to_write = out is None or (out.dtype == torch.float32 and out.is_contiguous())
+    is_ours_to_write = out is None or (
+        out.is_contiguous()
+        and (out.dtype == torch.float32 or (out.dtype == a.dtype and not accumulate))
+    )
     if is_left("grouped_product", "cpu"):
         is_ours = False
     elif product == _WEIGHT_GRAD:
-        is_ours = True
+        assert out is not None
+        is_ours = out.dtype == torch.float32 or gemm_cpu.goes_to_float32(a, out)
     else:
         is_ours = a.dtype == torch.float32 == b.dtype or gemm_cpu.goes_to_float32(a, b)
     if is_ours and is_ours_to_write:

@@ -1,8 +1,8 @@
 """Operations that torch computes in place of our kernels: the choice of this process.
 
 Until a choice is made, kernels compute all operations that they take, and torch the products of
-linear layers on CPUs. `megacore.qualification` makes it from measurements. All threads read one
-choice, also those of autograd, so it is not a context variable.
+linear layers and the attention of 16-bit numbers on CPUs. `megacore.qualification` makes it from
+measurements. All threads read one choice, also those of autograd, so it is not a context variable.
 """
 
 from __future__ import annotations
@@ -11,13 +11,46 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 
+NARROW_DTYPES = ("bfloat16", "float16")
 # Products of linear layers on CPUs, and their least multiply-adds. Below the smallest number, a
 # call from Python takes longer than the faster product saves.
-LINEAR_MACS = MappingProxyType(
-    {"linear.small": 1 << 20, "linear.medium": 1 << 23, "linear.large": 1 << 27}
-)
+_MACS = {"small": 1 << 20, "medium": 1 << 23, "large": 1 << 27}
 
-_LEFT: dict[str, frozenset[str]] = {"cpu": frozenset(LINEAR_MACS), "cuda": frozenset()}
+
+def linear_names(dtype: str) -> tuple[str, ...]:
+    """Return the names of the products of linear layers of a dtype; those of float32 are short.
+
+    Example:
+        >>> linear_names("float32"), linear_names("float16")[0]
+        (('linear.small', 'linear.medium', 'linear.large'), 'linear.small.float16')
+    """
+    suffix = "" if dtype == "float32" else f".{dtype}"
+    return tuple(f"linear.{size}{suffix}" for size in _MACS)
+
+
+LINEAR_MACS = MappingProxyType(
+    {
+        name: least
+        for dtype in ("float32", *NARROW_DTYPES)
+        for name, least in zip(linear_names(dtype), _MACS.values(), strict=True)
+    }
+)
+# Operations on CPUs that are ours only where they were measured to be faster.
+MEASURED = (*LINEAR_MACS, *(f"attention.{dtype}" for dtype in NARROW_DTYPES))
+
+
+def measured_for(dtype: str) -> tuple[str, ...]:
+    """Return the names of `MEASURED` that a run with activations of a dtype needs.
+
+    Example:
+        >>> measured_for("float16")[-2:]
+        ('linear.large.float16', 'attention.float16')
+    """
+    narrow = tuple(name for name in MEASURED if name.endswith(f".{dtype}"))
+    return linear_names("float32") + narrow
+
+
+_LEFT: dict[str, frozenset[str]] = {"cpu": frozenset(MEASURED), "cuda": frozenset()}
 
 
 def is_left(name: str, device_type: str) -> bool:

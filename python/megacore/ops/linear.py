@@ -2,8 +2,10 @@
 
 torch multiplies with MKL, which uses half of the vector width on processors that are not Intel's.
 With AVX-512, products of float32 by ours take half of its time on Zen 5 and about the same on
-Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). `megacore.qualification`
-measures both, for all ranks of a run, by size; before that, torch's are taken.
+Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). On processors without
+instructions for 16-bit numbers, torch's products of these take 4 to 80 times as long as those of
+float32; ours take as long as those. `megacore.qualification` measures both, for all ranks of a run,
+by size and dtype; before that, torch's are taken.
 
 Shapes: M rows, N output features, K input features.
 """
@@ -16,10 +18,15 @@ from torch.autograd import forward_ad
 
 from megacore.ops import gemm
 from megacore.ops.grouped_product import grouped_product
-from megacore.ops.kernel_choice import LINEAR_MACS, is_left
+from megacore.ops.kernel_choice import LINEAR_MACS, NARROW_DTYPES, is_left, linear_names
 
-# The largest first.
-_SIZES = sorted(((least, name) for name, least in LINEAR_MACS.items()), reverse=True)
+# Least multiply-adds and names, the largest first.
+_SIZES = {
+    getattr(torch, dtype): sorted(
+        ((LINEAR_MACS[name], name) for name in linear_names(dtype)), reverse=True
+    )
+    for dtype in ("float32", *NARROW_DTYPES)
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
-    if _is_observed() or not _is_ours(x, weight):
+    if is_observed() or not _is_ours(x, weight):
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
@@ -46,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Set ``out`` to ``x @ weight.T``, ``(M, N)``; not differentiable."""
+    """Set ``out`` to ``x @ weight.T``, ``(M, N)``, all of one dtype; not differentiable."""
     if _is_ours(x, weight):
         grouped_product("forward", x, weight[None], _one_group(x), out=out)
     else:
@@ -69,17 +76,18 @@ def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def _is_ours(rows: Tensor, weight: Tensor) -> bool:
-    if not (rows.dtype == weight.dtype == torch.float32 and rows.is_cpu and weight.is_contiguous()):
+    sizes = _SIZES.get(rows.dtype)
+    if not (sizes and rows.dtype == weight.dtype and rows.is_cpu and weight.is_contiguous()):
         return False
     num_macs = rows.shape[:-1].numel() * weight.numel()
-    for least, name in _SIZES:
+    for least, name in sizes:
         if num_macs >= least:
             return not is_left(name, "cpu")
     return False
 
 
-def _is_observed() -> bool:
-    """Return whether torch's own product is needed: to compile, transform or cast it."""
+def is_observed() -> bool:
+    """Return whether torch's own operation is needed: to compile, transform or cast it."""
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")

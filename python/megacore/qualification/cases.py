@@ -28,8 +28,9 @@ from megacore.ops import (  # noqa: F401  registers
     routing,
     topk,
 )
+from megacore.ops.attention import attention
 from megacore.ops.fp8 import fp8_grouped_gemm
-from megacore.ops.kernel_choice import LINEAR_MACS
+from megacore.ops.kernel_choice import LINEAR_MACS, MEASURED
 from megacore.ops.linear import multiply_, multiply_input_grad, multiply_weight_grad_
 from megacore.ops.quantize import block_buffers
 
@@ -422,15 +423,44 @@ def _held_counts(draw: Draw) -> Iterator[Call]:
     yield _op("count_held_"), [sums, _plan(draw.loads())[0], 0, draw.sizes.experts, 100]
 
 
-def linear_calls(name: str) -> Iterator[Call]:
-    """Yield the three products of a layer, of a size that is typical for a name of linear layers.
+# Queries, keys and values of a call of attention that is measured.
+_ATTENTION_SHAPE = (1, 4, 256, 64)
 
-    They have eight times the least multiply-adds of the name.
-    """
-    scale = round((LINEAR_MACS[name] * 8) ** (1 / 3))
+
+def measured_calls(name: str) -> Iterator[Call]:
+    """Yield calls of an operation of `MEASURED`, of a typical size of their own."""
+    kind, *_, last = name.split(".")
+    dtype = getattr(torch, last, torch.float32)
     random = torch.Generator().manual_seed(1)
-    shapes = (scale, scale), (scale, scale), (scale, scale)
-    yield _linear_passes, [torch.randn(*shape, generator=random) for shape in shapes]
+    if kind == "attention":
+        yield (
+            _attention_passes,
+            [torch.randn(*_ATTENTION_SHAPE, generator=random).to(dtype) for _ in range(4)],
+        )
+    else:
+        side = linear_side(name)
+        yield (
+            _linear_passes,
+            [torch.randn(side, side, generator=random).to(dtype) for _ in range(3)],
+        )
+
+
+def linear_side(name: str) -> int:
+    """Return the rows and features of the products that are measured for a name of linear layers.
+
+    They have eight times the least multiply-adds of the name in float32, and once in 16 bits, which
+    some processors take a hundred times as long for. They are multiples of 16, as those of models.
+    """
+    is_narrow = name.count(".") > 1
+    side: float = (LINEAR_MACS[name] * (1 if is_narrow else 8)) ** (1 / 3)
+    return 16 * round(side / 16)
+
+
+def _attention_passes(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        mixed = attention(*leaves, is_causal=True)
+        return [mixed.detach(), *torch.autograd.grad(mixed, leaves, grad)]
 
 
 def _linear_passes(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -490,12 +520,12 @@ def operation_names(device_type: str) -> tuple[str, ...]:
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
     """
-    own = tuple(LINEAR_MACS) if device_type == "cpu" else ("fp8_product",)
+    own = MEASURED if device_type == "cpu" else ("fp8_product",)
     return (*_DENSE, *(name for name in _EXPERTS if name != "fp8_product"), *own)
 
 
 def calls_of(name: str, draw: Draw) -> Iterator[Call]:
     """Yield calls of an operation with drawn arguments; none if the sizes have no experts."""
-    if name in LINEAR_MACS or (name in _EXPERTS and draw.sizes.experts == 0):
+    if name in MEASURED or (name in _EXPERTS and draw.sizes.experts == 0):
         return iter(())
     return (_DENSE.get(name) or _EXPERTS[name])(draw)

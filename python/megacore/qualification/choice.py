@@ -12,17 +12,19 @@ import torch
 
 from megacore import host_values
 from megacore.ops.cuda_module import is_assumed, runs_kernels
-from megacore.ops.kernel_choice import LINEAR_MACS, leave_to_torch
+from megacore.ops.kernel_choice import MEASURED, NARROW_DTYPES, leave_to_torch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 from megacore.qualification.cases import Sizes, operation_names
-from megacore.qualification.verdict import facts_of, find_verdict
+from megacore.qualification.verdict import Verdict, facts_of, find_verdict, known_verdict
 from megacore.suggest import did_you_mean
 
 Kernels = Literal["auto", "trust", "torch"]
 Cause = Literal["slower", "fault", "asked"]
 _CAUSES: tuple[Cause, ...] = ("slower", "fault", "asked")  # a later one counts more
 _MOST_SHOWN = 3
+# Products in 16 bits that take this much longer than in float32 are worth a note.
+_SLOW_FACTOR = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,14 @@ class KernelChoice:
         causes: By operation: ``"slower"``, ``"fault"``, or ``"asked"`` for.
         reasons: Text by operation.
         mode: The setting that the choice follows.
+        slow: Why the dtype of the run is slow on this device; empty if it is not.
     """
 
     device: tuple[str, str]
     causes: Mapping[str, Cause]
     reasons: Mapping[str, str]
     mode: Kernels = "auto"
+    slow: str = ""
 
     def use(self) -> None:
         """Let this process compute as chosen from now on."""
@@ -53,13 +57,12 @@ class KernelChoice:
         """Describe the choice in one line.
 
         Example:
-            >>> reasons = {"gelu": "1.5x slower at 7 x 8", "linear.small": "1.2x the time of torch"}
+            >>> reasons = {"gelu": "1.5x slower at 7 x 8"}
             >>> causes = dict.fromkeys(reasons, "slower")
-            >>> KernelChoice(device=("cpu", ""), causes=causes, reasons=reasons).text()
-            '31 operations by our kernels, 1 by torch (gelu 1.5x slower at 7 x 8); products of \
-linear layers: medium, large by ours'
+            >>> KernelChoice(device=("cuda", ""), causes=causes, reasons=reasons).text()
+            '31 operations by our kernels, 1 by torch (gelu 1.5x slower at 7 x 8)'
         """
-        names = [n for n in operation_names(self.device[0]) if n not in LINEAR_MACS]
+        names = [n for n in operation_names(self.device[0]) if n not in MEASURED]
         left = [name for name in names if name in self.causes]
         text = f"{len(names) - len(left)} operations by our kernels"
         if left:
@@ -67,17 +70,18 @@ linear layers: medium, large by ours'
             more = "; ..." if len(left) > _MOST_SHOWN else ""
             text += f", {len(left)} by torch ({shown}{more})"
         if self.device[0] == "cpu":
-            ours = [name.partition(".")[2] for name in LINEAR_MACS if name not in self.causes]
-            text += f"; products of linear layers: {', '.join(ours) or 'none'} by ours"
+            ours = [name for name in MEASURED if name not in self.causes]
+            text += f"; by ours where they are faster: {', '.join(ours) or 'none'}"
         return text
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note on kernels that torch replaces against expectation, if there are any."""
-        found = [n for n, cause in self.causes.items() if cause != "asked" and n not in LINEAR_MACS]
+        """Return notes on kernels that torch replaces against expectation, and on a slow dtype."""
+        notes = (self.slow,) if self.slow else ()
+        found = [n for n, cause in self.causes.items() if cause != "asked" and n not in MEASURED]
         if not found:
-            return ()
+            return notes
         shown = "; ".join(f"{name} {self.reasons[name]}" for name in found)
-        return (f"torch computes {len(found)} of our operations: {shown}",)
+        return (*notes, f"torch computes {len(found)} of our operations: {shown}")
 
 
 def choose_kernels(
@@ -95,15 +99,16 @@ def choose_kernels(
 
     On the first use of a device, driver and build, a child process compares each kernel with its
     reference on awkward shapes, and times both: on GPUs on the sizes of the run, on CPUs the
-    products of linear layers. Torch computes operations whose kernel differs, ends the process or
-    is slower, on all ranks if on one.
+    products of linear layers and the attention of 16-bit numbers. Torch computes operations whose
+    kernel differs, ends the process or is slower, on all ranks if on one.
 
     Args:
         device: Device of this rank.
         kernels: ``"auto"`` as above, ``"trust"`` for our kernels without a trial, or ``"torch"``
             for none of ours.
         torch_operations: Names of operations that torch computes in any case, of
-            `operation_names`; ``"linear"`` for products of linear layers of all sizes.
+            `operation_names`; ``"linear"`` for products of linear layers of all sizes and dtypes,
+            ``"attention"`` for attention of all dtypes.
         sizes: Sizes of the run, to time the operations of GPUs; ``None`` for none.
         dtype: dtype of activations.
         world: All ranks of the run; ``None`` for one.
@@ -128,10 +133,12 @@ def choose_kernels(
     reasons: dict[str, str] = {}
     is_here = device.type == "cpu" or (device.type == "cuda" and not is_assumed())
     has_values = is_here and (world is None or not world.is_fake)
+    verdict = known_verdict(device, dtype=dtype) if has_values and kind == "cpu" else None
     if kernels == "torch":
         asked = list(operation_names(kind))
     elif kernels == "auto" and has_values and (kind == "cpu" or runs_kernels(device)):
-        for cause, found in _measured(device, sizes, dtype, imports, folder).items():
+        measured, verdict = _measured(device, sizes, dtype, imports, folder)
+        for cause, found in measured.items():
             causes |= dict.fromkeys(found, cause)
             reasons |= found
     causes |= dict.fromkeys(asked, "asked")
@@ -144,6 +151,7 @@ def choose_kernels(
         causes=MappingProxyType(causes),
         reasons=MappingProxyType(reasons),
         mode=kernels,
+        slow=_slow_text(verdict, str(dtype).removeprefix("torch."), causes),
     )
     if device.type in ("cpu", "cuda"):
         choice.use()
@@ -156,7 +164,8 @@ def check_names(names: Collection[str]) -> None:
     Raises:
         ValueError: If a name is unknown.
     """
-    known = (*dict.fromkeys(operation_names("cpu") + operation_names("cuda")), "linear")
+    own = operation_names("cpu") + operation_names("cuda")
+    known = (*dict.fromkeys(own), "linear", "attention")
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
@@ -218,14 +227,30 @@ def _measured(
     dtype: torch.dtype,
     imports: Sequence[str],
     folder: Path | None,
-) -> dict[Cause, dict[str, str]]:
-    """Return operations and reasons from the verdict; all, if there is none."""
+) -> tuple[dict[Cause, dict[str, str]], Verdict | None]:
+    """Return operations and reasons from the verdict, and it; all, if there is none."""
     try:
         verdict = find_verdict(device, sizes=sizes, dtype=dtype, imports=imports, folder=folder)
     except (OSError, RuntimeError) as error:
         text = f"could not be tried ({str(error).splitlines()[0]})"
-        return {"fault": dict.fromkeys(operation_names(device.type), text)}
-    return {"slower": verdict.slower(), "fault": dict(verdict.faults)}
+        return {"fault": dict.fromkeys(operation_names(device.type), text)}, None
+    slower = verdict.slower()
+    if device.type == "cpu":
+        slower |= {name: "not measured" for name in MEASURED if name not in verdict.times}
+    return {"slower": slower, "fault": dict(verdict.faults)}, verdict
+
+
+def _slow_text(verdict: Verdict | None, dtype: str, left: Collection[str]) -> str:
+    """Return a note if products of linear layers in a 16-bit dtype are slow; else nothing."""
+    if verdict is None or dtype not in NARROW_DTYPES:
+        return ""
+    factor = verdict.narrow_factor(dtype, left)
+    if factor <= _SLOW_FACTOR:
+        return ""
+    return (
+        f"products of linear layers in {dtype} take {factor:g}x the time of float32 on this "
+        'processor; train.dtype = "float32" is faster'
+    )
 
 
 def _united(causes: Mapping[str, Cause], device: torch.device, world: Group) -> dict[str, Cause]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.kernel_choice import LINEAR_MACS, leaving
+from megacore.ops.kernel_choice import MEASURED, leaving
 from megacore.qualification.cases import (
     AWKWARD,
     Call,
     Draw,
     Sizes,
     calls_of,
-    linear_calls,
+    measured_calls,
     operation_names,
 )
 
@@ -37,6 +37,8 @@ SLOWER = 1.1
 FASTER = 0.95
 _ROUNDS = 7
 _LEAST_S = 2e-4
+# Two rounds are enough where the times differ by this factor and one takes this long.
+_FAR_APART, _LONG_S = 2.0, 1e-2
 
 
 def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -150,13 +152,13 @@ def times_of(
     Args:
         name: Name of the operation.
         device: Device of the tensors.
-        sizes: Sizes of the run; products of linear layers have their own.
+        sizes: Sizes of the run; those of `MEASURED` have their own.
         dtype: dtype of activations.
         left: Operations whose kernels must not be used.
 
     Returns:
-        Seconds of both; the lowest of seven. ``None`` if a run of these sizes has no such call, or
-        the device has no memory for it.
+        Seconds of both; the lowest of seven, or of two if they are far apart. ``None`` if a run of
+        these sizes has no such call, or the device has no memory for it.
 
     Sync:
         Waits for the device.
@@ -176,7 +178,7 @@ def _best_times(
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         repeats = 0
-        for _ in range(_ROUNDS + 1):  # the first finds the number of repetitions
+        for number in range(_ROUNDS + 1):  # the first finds the number of repetitions
             for place, names in enumerate(ways):
                 with leaving(names, device.type):
                     seconds = _seconds(calls, device, max(1, repeats))
@@ -187,14 +189,16 @@ def _best_times(
             if not repeats:
                 repeats = max(1, min(100, round(_LEAST_S / max(min(best), 1e-9))))
                 best = [float("inf")] * 2
+            elif number > 1 and max(best) > _FAR_APART * min(best) and max(best) > _LONG_S:
+                break
     return best[0], best[1]
 
 
 def _timed_calls(
     name: str, device: torch.device, sizes: Sizes | None, dtype: torch.dtype
 ) -> Iterator[Call]:
-    if name in LINEAR_MACS:
-        return linear_calls(name)
+    if name in MEASURED:
+        return measured_calls(name)
     return iter(()) if sizes is None else calls_of(name, Draw(sizes, dtype, device))
 
 

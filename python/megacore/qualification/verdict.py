@@ -28,8 +28,8 @@ import torch
 from megacore import _ops
 from megacore.calls.records import make_private
 from megacore.ops.cuda_module import cuda_kernels, device_facts
-from megacore.ops.kernel_choice import LINEAR_MACS
-from megacore.qualification.cases import Sizes, operation_names
+from megacore.ops.kernel_choice import MEASURED, linear_names, measured_for
+from megacore.qualification.cases import Sizes, linear_side, operation_names
 from megacore.qualification.child import Request
 from megacore.qualification.compare import FASTER, SLOWER
 
@@ -63,12 +63,35 @@ class Verdict:
         for name, (ours, other) in self.times.items():
             if other == 0.0:
                 continue
-            if name in LINEAR_MACS:
+            if name in MEASURED:
                 if ours > FASTER * other:
                     found[name] = f"{ours / other:.1f}x the time of torch"
             elif ours > SLOWER * other:
                 found[name] = f"{ours / other:.1f}x slower at {self.label}"
         return found
+
+    def narrow_factor(self, dtype: str, left: Collection[str] = ()) -> float:
+        """Return the time of products of linear layers in a 16-bit dtype over that in float32.
+
+        Of the two ways, the faster one counts, but torch for the names in ``left``, and of the
+        sizes the one with the highest factor; small products are left out. 0 if not measured.
+
+        Example:
+            >>> times = {"linear.large": (1.0, 2.0), "linear.large.bfloat16": (0.25, 3.0)}
+            >>> verdict = Verdict(faults={}, times=times)
+            >>> verdict.narrow_factor("bfloat16"), verdict.narrow_factor("bfloat16", times.keys())
+            (2.0, 24.0)
+        """
+        factors = [0.0]
+        for wide, narrow in list(zip(linear_names("float32"), linear_names(dtype), strict=True))[
+            1:
+        ]:
+            if {wide, narrow} <= self.times.keys():
+                ours, other = self.times[narrow]
+                seconds = other if narrow in left else min(ours, other)
+                work = (linear_side(wide) / linear_side(narrow)) ** 3
+                factors.append(seconds * work / min(self.times[wide]))
+        return round(max(factors), 1)
 
 
 def find_verdict(
@@ -86,8 +109,8 @@ def find_verdict(
 
     Args:
         device: A CPU, for this number of threads, or a GPU that runs our kernels.
-        sizes: Sizes of the run. On CPUs only products of linear layers are timed, at sizes of their
-            own.
+        sizes: Sizes of the run. On CPUs only products of linear layers and attention of 16-bit
+            numbers are timed, at sizes of their own.
         dtype: dtype of activations in the run.
         imports: As in `Request`.
         folder: Folder of the files. Default: in the user's cache, or a private one
@@ -108,12 +131,14 @@ def find_verdict(
             return found
         known = {"faults": {}, "times": {}} if again else _read(place.path)
         faults: dict[str, str] = known.get("faults", {})
-        timed = operation_names("cuda") if device.type == "cuda" else tuple(LINEAR_MACS)
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        is_cuda = device.type == "cuda"
+        timed = operation_names("cuda") if is_cuda else measured_for(name_of_dtype)
         request = Request(
             device=str(device),
             threads=torch.get_num_threads(),
-            dtype=str(dtype).removeprefix("torch."),
-            sizes=sizes if device.type == "cuda" else None,
+            dtype=name_of_dtype,
+            sizes=sizes if is_cuda else None,
             compared=() if known and not again else operation_names(device.type),
             timed=tuple(name for name in timed if place.key and name not in faults),
             left=tuple(faults),
@@ -155,7 +180,7 @@ class _Place:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         path = (folder or _default_folder()) / f"{digest}.json"
         if device.type == "cpu":
-            return cls(facts=facts, path=path, key="linear", label="")
+            return cls(facts=facts, path=path, key=str(dtype), label="")
         if sizes is None:
             return cls(facts=facts, path=path, key="", label="")
         key = json.dumps([str(dtype), asdict(sizes)])

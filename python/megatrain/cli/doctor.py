@@ -11,6 +11,7 @@ import platform
 import resource
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +75,22 @@ def _verdicts(*, again: bool) -> dict[str, Verdict]:
     if torch.cuda.is_available():
         gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         devices += [gpu for gpu in gpus if runs_kernels(gpu)]
-    found = {}
+    found: dict[str, Verdict] = {}
     for device in devices:
-        given: dict[str, Any] = {"sizes": None, "dtype": torch.float32}
-        if again and device.type == "cuda":
-            given = {"sizes": sizes, "dtype": torch.bfloat16}
-        if again:
-            found[str(device)] = find_verdict(device, **given, again=True)
-        elif (known := known_verdict(device, **given)) is not None:
-            found[str(device)] = known
+        dtypes = [torch.float32]
+        if device.type == "cpu":
+            dtypes += [torch.bfloat16, torch.float16]
+        elif again:
+            dtypes = [torch.bfloat16]
+        given = sizes if again and device.type == "cuda" else None
+        for dtype in dtypes:
+            before = found.get(str(device))
+            verdict = known_verdict(device, sizes=given, dtype=dtype)
+            if again:
+                verdict = find_verdict(device, sizes=given, dtype=dtype, again=before is None)
+            if verdict is not None:
+                times = {**verdict.times, **(before.times if before else {})}
+                found[str(device)] = replace(verdict, times=times)
     return found
 
 
@@ -90,18 +98,20 @@ def _judged(device: str, verdict: Verdict, *, whole: bool) -> dict[str, str]:
     """Describe what is computed by torch and why; with ``whole``, all operations with times."""
     import torch
 
-    from megacore.ops.kernel_choice import LINEAR_MACS
+    from megacore.ops.kernel_choice import MEASURED
     from megacore.qualification import operation_names
 
     kind = device.partition(":")[0]
     by_torch = {**verdict.slower(), **verdict.faults}
     shown = {}
     for name in operation_names(kind):
+        if name in MEASURED and name not in verdict.times:
+            continue  # a run in its dtype measures it
         row = f"torch: {by_torch[name]}" if name in by_torch else "ours"
         ours, other = verdict.times.get(name, (0.0, 0.0))
         if other > 0:
             row += f" ({ours * 1e6:.0f} us, torch {other * 1e6:.0f} us)"
-        if whole or name in verdict.faults or name in LINEAR_MACS:
+        if whole or name in verdict.faults or name in MEASURED:
             shown[name] = row
     threads = torch.get_num_threads()
     if kind == "cpu":

@@ -35,6 +35,7 @@ std::vector<Case> cases() {
       {{.num_rows = 9, .num_experts = 4, .out_features = 33, .in_features = 17}, {8, 0, 0, 1}},
       {{.num_rows = 300, .num_experts = 2, .out_features = 15, .in_features = 31}, {290, 9}},
       {{.num_rows = 20, .num_experts = 1, .out_features = 300, .in_features = 1030}, {20}},
+      {{.num_rows = 230, .num_experts = 2, .out_features = 290, .in_features = 530}, {180, 49}},
       {{.num_rows = 1, .num_experts = 1, .out_features = 1, .in_features = 1}, {1}},
       {{.num_rows = 3, .num_experts = 2, .out_features = 4, .in_features = 5}, {0, 0}},
       {{.num_rows = 0, .num_experts = 0, .out_features = 4, .in_features = 5}, {}},
@@ -43,16 +44,18 @@ std::vector<Case> cases() {
   };
 }
 
-TEST(GroupedGemm, EqualsLoopsToTheBit) {
-  for (const Case& c : cases()) {
+// Factors and exact results of a case.
+struct Products {
+  std::vector<float> x, w, grad, y, grad_x, grad_w;
+
+  explicit Products(const Case& c) {
     const auto& [rows, experts, n, k] = c.shape;
-    SCOPED_TRACE(::testing::Message() << rows << " rows, N " << n << ", K " << k);
-    const auto x = eighths(rows * k, 1);
-    const auto w = eighths(experts * n * k, 2);
-    const auto grad = eighths(rows * n, 3);
-    std::vector<float> y_expected(grad.size());
-    std::vector<float> grad_x_expected(x.size());
-    std::vector<float> grad_w_expected(w.size());
+    x = eighths(rows * k, 1);
+    w = eighths(experts * n * k, 2);
+    grad = eighths(rows * n, 3);
+    y.resize(grad.size());
+    grad_x.resize(x.size());
+    grad_w.resize(w.size());
     int64_t row = 0;
     for (int64_t e = 0; e < experts; ++e) {
       for (int64_t end = row + c.m_splits[static_cast<size_t>(e)]; row < end; ++row) {
@@ -61,13 +64,79 @@ TEST(GroupedGemm, EqualsLoopsToTheBit) {
             const auto at = static_cast<size_t>((e * n + i) * k + j);
             const auto in = static_cast<size_t>(row * k + j);
             const auto out = static_cast<size_t>(row * n + i);
-            y_expected[out] += x[in] * w[at];
-            grad_x_expected[in] += grad[out] * w[at];
-            grad_w_expected[at] += grad[out] * x[in];
+            y[out] += x[in] * w[at];
+            grad_x[in] += grad[out] * w[at];
+            grad_w[at] += grad[out] * x[in];
           }
         }
       }
     }
+  }
+};
+
+template <typename Type>
+std::vector<uint16_t> rounded(const std::vector<float>& values) {
+  std::vector<uint16_t> bits(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    bits[i] = Type::narrow(values[i]);
+  }
+  return bits;
+}
+
+// Sums are exact, so a narrow result is that of one rounding.
+template <typename Type>
+void expect_one_rounding(NumberFormat format) {
+  for (const Case& c : cases()) {
+    const auto& [rows, experts, n, k] = c.shape;
+    SCOPED_TRACE(::testing::Message() << rows << " rows, N " << n << ", K " << k);
+    const Products p(c);
+    const auto x = rounded<Type>(p.x), w = rounded<Type>(p.w), grad = rounded<Type>(p.grad);
+    for (const int threads : {1, 3}) {
+      std::vector<uint16_t> y(grad.size(), 9);
+      grouped_gemm({x.data(), format}, {w.data(), format}, c.m_splits.data(), {y.data(), format},
+                   c.shape, true, threads);
+      EXPECT_EQ(y, rounded<Type>(p.y));
+      std::vector<uint16_t> grad_x(x.size(), 9);
+      grouped_gemm_input_grad({grad.data(), format}, {w.data(), format}, c.m_splits.data(),
+                              {grad_x.data(), format}, c.shape, true, threads);
+      EXPECT_EQ(grad_x, rounded<Type>(p.grad_x));
+      std::vector<uint16_t> grad_w(w.size(), 9);
+      grouped_gemm_weight_grad({grad.data(), format}, {x.data(), format}, c.m_splits.data(),
+                               {grad_w.data(), format}, c.shape, false, threads);
+      EXPECT_EQ(grad_w, rounded<Type>(p.grad_w));
+      std::vector<float> added = p.grad_w;
+      grouped_gemm_weight_grad({grad.data(), format}, {x.data(), format}, c.m_splits.data(),
+                               added.data(), c.shape, true, threads);
+      for (size_t i = 0; i < added.size(); ++i) {
+        EXPECT_EQ(added[i], 2.0F * p.grad_w[i]);
+      }
+    }
+  }
+}
+
+TEST(GroupedGemm, RoundsSumsOfBFloat16Once) {
+  expect_one_rounding<base::BFloat16>(NumberFormat::kBFloat16);
+}
+
+TEST(GroupedGemm, RoundsSumsOfFloat16Once) {
+  expect_one_rounding<base::Float16>(NumberFormat::kFloat16);
+}
+
+TEST(GroupedGemm, AddsToGradientsInFloat32Only) {
+  const GroupedShape shape{.num_rows = 1, .num_experts = 1, .out_features = 1, .in_features = 1};
+  const int64_t split = 1;
+  uint16_t memory = 0;
+  const NumberFormat format = NumberFormat::kBFloat16;
+  EXPECT_THROW(grouped_gemm_weight_grad({&memory, format}, {&memory, format}, &split,
+                                        {&memory, format}, shape, true, 1),
+               std::invalid_argument);
+}
+
+TEST(GroupedGemm, EqualsLoopsToTheBit) {
+  for (const Case& c : cases()) {
+    const auto& [rows, experts, n, k] = c.shape;
+    SCOPED_TRACE(::testing::Message() << rows << " rows, N " << n << ", K " << k);
+    const auto [x, w, grad, y_expected, grad_x_expected, grad_w_expected] = Products(c);
     for (const int threads : {1, 3}) {
       std::vector<float> y(grad.size(), 9.0F);
       grouped_gemm(x.data(), w.data(), c.m_splits.data(), y.data(), c.shape, true, threads);

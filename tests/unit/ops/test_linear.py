@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from megacore.ops import linear as module
-from megacore.ops.kernel_choice import LINEAR_MACS, leaving
+from megacore.ops.kernel_choice import LINEAR_MACS, leaving, linear_names
 from megacore.ops.linear import linear, multiply_, multiply_input_grad, multiply_weight_grad_
 
 
@@ -78,13 +78,39 @@ def test_rows_of_a_larger_tensor_are_products_of_their_own() -> None:
 
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize(
-    ("dtype", "rows"), [(torch.bfloat16, 512), (torch.float64, 512), (torch.float32, 2)]
+    ("dtype", "rows"), [(torch.bfloat16, 2), (torch.float64, 512), (torch.float32, 2)]
 )
 def test_other_dtypes_and_small_products_are_those_of_torch_to_the_bit(
     dtype: torch.dtype, rows: int
 ) -> None:
     x, weight = random(rows, 128).to(dtype), random(64, 128).to(dtype)
     assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
+
+
+def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [
+        float((one - other).detach().norm() / other.detach().norm())
+        for one, other in zip(results, exact, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(60, 100, 700), (300, 200, 130), (16, 512, 1100)])
+def test_errors_of_16_bit_products_are_at_most_those_of_torch(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    rows, num_outputs, num_inputs = shape
+    x, weight = random(rows, num_inputs).to(dtype), random(num_outputs, num_inputs).to(dtype)
+    exact = gradients(nn.functional.linear, x.double(), weight.double(), None)
+    found = {}
+    for way, left in {"ours": (), "torch": tuple(LINEAR_MACS)}.items():
+        with leaving(left, "cpu"):
+            results = gradients(linear, x, weight, None)
+        assert all(one.dtype == dtype for one in results)
+        found[way] = errors(results, exact)
+    for ours, other in zip(found["ours"], found["torch"], strict=True):
+        assert ours <= 1.001 * other
+        assert ours < torch.finfo(dtype).eps
 
 
 @pytest.mark.usefixtures("ours")
@@ -97,7 +123,7 @@ def test_rows_do_not_depend_on_the_other_rows_of_our_product() -> None:
 def test_each_size_of_products_has_its_choice(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(module, "grouped_product", lambda *_, **__: calls.append(size))
-    (name,) = (n for n, m in LINEAR_MACS.items() if m <= size**3 < 16 * m)
+    (name,) = (n for n in linear_names("float32") if 1 <= size**3 / LINEAR_MACS[n] < 16)
     out, x, weight = torch.empty(size, size), random(size, size), random(size, size)
     with leaving({name}, "cpu"):
         multiply_(out, x, weight)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacore.ops.dense import rms_norm, rms_norm_reference
-from megacore.ops.kernel_choice import LINEAR_MACS, leave_to_torch, left_operations
+from megacore.ops.kernel_choice import LINEAR_MACS, MEASURED, leave_to_torch, left_operations
 from megacore.qualification import KernelChoice, choose_kernels, keep_choice, operation_names
 
 CPU = torch.device("cpu")
@@ -39,6 +39,11 @@ def test_operations_are_left_out_by_name() -> None:
         choose_kernels(CPU, torch_operations=["rms_nrom"])
     with pytest.raises(ValueError, match="kernels must be one of auto, trust, torch, got 'off'"):
         choose_kernels(CPU, kernels="off")  # type: ignore[arg-type]
+
+
+def test_attention_of_all_dtypes_is_left_out_by_one_name() -> None:
+    choice = choose_kernels(CPU, kernels="trust", torch_operations=["attention"])
+    assert choice.causes.keys() == {*MEASURED} - {*LINEAR_MACS}
 
 
 def choice(mode: Any = "auto", device: str = "Zen 5", **causes: Any) -> KernelChoice:

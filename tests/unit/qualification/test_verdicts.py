@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.ops.kernel_choice import LINEAR_MACS, leave_to_torch, left_operations
+from megacore.ops.kernel_choice import MEASURED, leave_to_torch, left_operations, measured_for
 from megacore.qualification import (
     Verdict,
     choose_kernels,
@@ -20,6 +20,7 @@ from megacore.qualification import (
     operation_names,
     verdict,
 )
+from megacore.qualification import choice as choice_module
 from megacore.qualification.cases import AWKWARD, Draw, Sizes, calls_of
 from megacore.qualification.child import Request, events
 from megacore.qualification.compare import first_difference
@@ -48,7 +49,7 @@ def test_every_operation_with_a_kernel_and_a_reference_is_compared() -> None:
     with_kernel = {name for name in names if f"_{name}" in names}
     # The products of 8-bit operands choose for themselves, as one.
     assert {*operation_names("cuda")} - {"fp8_product"} == with_kernel
-    assert {*operation_names("cpu")} - {*LINEAR_MACS} == with_kernel
+    assert {*operation_names("cpu")} - {*MEASURED} == with_kernel
 
 
 @pytest.mark.parametrize("name", operation_names("cuda"))
@@ -71,7 +72,7 @@ def test_faults_are_found_named_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         "add_rms_norm": "fault",
         "swiglu_backward": "fault",
         "linear.large": "slower",
-        **{name: choice.causes[name] for name in choice.causes if name.startswith("linear")},
+        **{name: choice.causes[name] for name in choice.causes if name in MEASURED},
     }
     assert choice.reasons["add_rms_norm"].startswith("differs at 33 x 96")
     assert choice.reasons["swiglu_backward"] == "ends its process with signal 11"
@@ -91,7 +92,7 @@ def test_faults_are_found_named_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
 def test_sound_kernels_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_verdict(CPU, sizes=None, dtype=torch.float32, folder=tmp_path)
     assert found.faults == {}
-    assert found.times.keys() == LINEAR_MACS.keys()
+    assert found.times.keys() == {*measured_for("float32")}
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-9])
     again = find_verdict(CPU, sizes=None, dtype=torch.float32, folder=tmp_path)
@@ -101,6 +102,34 @@ def test_sound_kernels_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     with pytest.raises(AssertionError, match="a child process was started"):
         find_verdict(CPU, sizes=None, dtype=torch.float32, folder=tmp_path)
+
+
+def test_a_dtype_adds_its_products_and_those_of_others_are_left_to_torch(tmp_path: Path) -> None:
+    choose_kernels(CPU, folder=tmp_path)
+    assert {*MEASURED} - {*measured_for("float32")} <= left_operations("cpu")
+    choice = choose_kernels(CPU, dtype=torch.bfloat16, folder=tmp_path)
+    assert {name for name in MEASURED if "float16" in name and "bf" not in name} <= {*choice.causes}
+    (file,) = tmp_path.glob("*.json")
+    times = json.loads(file.read_text())["times"]
+    assert times.keys() == {"torch.float32", "torch.bfloat16"}
+    assert times["torch.bfloat16"].keys() == {*measured_for("bfloat16")}
+
+
+def test_slow_products_in_16_bits_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"linear.large": (9.0, 8.0), "linear.large.bfloat16": (2.0, 80.0)}
+    found = Verdict(faults={}, times=times)
+    monkeypatch.setattr(choice_module, "find_verdict", lambda *_, **__: found)
+    monkeypatch.setattr(choice_module, "known_verdict", lambda *_, **__: found)
+    given = {"dtype": torch.bfloat16, "folder": tmp_path}
+    assert "take 2x the time" in choose_kernels(CPU, **given).notes()[0]
+    slow = choose_kernels(CPU, **given, torch_operations=["linear"])
+    assert slow.notes() == (
+        "products of linear layers in bfloat16 take 80x the time of float32 on this processor; "
+        'train.dtype = "float32" is faster',
+    )
+    assert choose_kernels(CPU, folder=tmp_path).notes() == ()
 
 
 def test_without_a_child_process_torch_computes_everything(

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megacore.ops.activations import softcap
+from megacore.ops.attention import flash_on_cpu, flash_on_cpu_backward
 from megacore.ops.dense import wide_dtype
 
 # Scores that `_Blocks` has at once: 64 MiB in float32.
@@ -309,8 +310,9 @@ class _CpuFlash:
         return pad(x, (0, missing)) if missing else x
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(self._wide, (q, k, v)), 0.0, tile.causal, attn_mask=tile.mask, scale=self._scale
+        wide_q, wide_k, wide_v = map(self._wide, (q, k, v))
+        mixed, lse = flash_on_cpu(
+            wide_q, wide_k, wide_v, mask=tile.mask, is_causal=tile.causal, scale=self._scale
         )
         return mixed[..., : v.shape[-1]], lse
 
@@ -324,14 +326,9 @@ class _CpuFlash:
         lse: Tensor,
         tile: Tile,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(self._wide, (grad, q, k, v, mixed)),
-            lse,
-            0.0,
-            tile.causal,
-            attn_mask=tile.mask,
-            scale=self._scale,
-        )
+        grad_w, q_w, k_w, v_w, mixed_w = map(self._wide, (grad, q, k, v, mixed))
+        options: Any = {"mask": tile.mask, "is_causal": tile.causal, "scale": self._scale}
+        dq, dk, dv = flash_on_cpu_backward(grad_w, q_w, k_w, v_w, mixed_w, lse, **options)
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megacore.ops.attention import attention
 from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
@@ -300,16 +300,16 @@ def _attend(
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         empty_BNSD: Tensor = flash(q_BNSD, k_BGSD, v_BGSD, 0.0, is_square, scale=rule.scale)[0]
         return empty_BNSD.permute(2, 0, 1, 3)
-    mixed_BNSD = scaled_dot_product_attention(
+    mixed_BNSD = attention(
         q_BNSD,
         k_BGSD,
         v_BGSD,
-        attn_mask=masks.of(num_queries, num_keys, window=window, like=q_SBND, whole=whole)
+        mask=masks.of(num_queries, num_keys, window=window, like=q_SBND, whole=whole)
         if needs_mask
         else None,
         is_causal=is_square,
         scale=rule.scale,
-        enable_gqa=grouped,
+        grouped=grouped,
     )
     # The kernel preserves the memory order of its input, so this is a view, not a copy.
     return mixed_BNSD.permute(2, 0, 1, 3)
