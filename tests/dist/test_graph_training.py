@@ -261,6 +261,17 @@ SINKS = {
     "moe.biases": True,
     "moe.shared_ffn_hidden_size": 0,
 }
+CHUNKS = {
+    **STATIC,
+    "model.sliding_window": 3,
+    "model.window_pattern": "wf",
+    "model.window_type": "chunk",
+    "model.rotation_pattern": "rn",
+    "model.query_scaling.beta": 0.5,
+    "model.query_scaling.length": 2,
+    "model.qk_norm": "unit",
+    "moe.scale_inputs": True,
+}
 ARCHITECTURES: dict[str, tuple[Changes, list[Changes]]] = {
     "latent attention, tp 2": ({**MLA, "parallel.tp": 2}, [partial("attn"), FULL]),
     "latent attention and experts": (
@@ -272,6 +283,10 @@ ARCHITECTURES: dict[str, tuple[Changes, list[Changes]]] = {
     "sinks and biases": (
         {**SINKS, "parallel.ep": 2},
         [partial("attn,moe"), partial("attn,moe_router")],
+    ),
+    "chunks, scaled queries and inputs": (
+        {**CHUNKS, "parallel.ep": 2},
+        [partial("attn,moe"), partial("attn,moe_router"), WITH_STEP],
     ),
 }
 

@@ -245,6 +245,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model.qk_norm": "head_after",
         "train.recompute": ["selective"],
     },
+    "chunks, scaled queries, norms of queries and keys without weights": {
+        "model.sliding_window": 5,
+        "model.window_pattern": "wwwf",
+        "model.window_type": "chunk",
+        "model.rotation_pattern": "rrrn",
+        "model.query_scaling.beta": 0.5,
+        "model.query_scaling.length": 3,
+        "model.qk_norm": "unit",
+    },
     "learned positions, GELU, biases": {
         "model.learned_positions": 40,
         "model.norm": "layernorm",
@@ -309,6 +318,10 @@ ARCHITECTURE_CASES = [
                 "tp2 pp2 dualpipe_v, sequence parallel",
             ),
             ("parallel blocks, norms without bias, squared ReLU, recomputed", "pp4 zb_h1"),
+            (
+                "chunks, scaled queries, norms of queries and keys without weights",
+                "tp2 cp2 sequence parallel",
+            ),
             ("learned positions, GELU, biases", "tp2 cp2 sequence parallel"),
             ("latent attention", "tp2 cp2 sequence parallel"),
             ("latent attention without a latent for queries", "pp4 zb_h1"),

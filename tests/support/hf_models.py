@@ -295,6 +295,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"intermediate_size": 48, "head_dim": 12, "sliding_window": 5, "layer_types": KINDS},
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "intermediate_size": 48,
+            "head_dim": 12,
+            "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.7},
+        },
+    ),
     "exaone4": ("Exaone4", {"intermediate_size": 48, "sliding_window": 5, "layer_types": KINDS}),
     "smollm3": ("SmolLM3", {"intermediate_size": 48, "no_rope_layers": [1, 0, 1]}),
     "granite": ("Granite", {"intermediate_size": 48, **GRANITE, "attention_bias": True}),
@@ -343,6 +351,22 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size": 24, "head_dim": 12, "num_experts": 4, "moe_topk": 2},
     ),
     "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "llama4": (
+        "Llama4Text",
+        {
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 5,
+            "floor_scale": 3,
+            "attn_scale": 0.7,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
     "arcee": ("Arcee", {"intermediate_size": 48}),
     "cohere": ("Cohere", {"intermediate_size": 48, "logit_scale": 0.25}),
     "cohere2": (
@@ -394,7 +418,12 @@ def classes(family: str) -> tuple[Any, Any]:
     transformers = pytest.importorskip("transformers")
     if family in _RENAMED:
         return _renamed(family)
-    model = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(family)
+    others = {
+        "GPT2": "GPT2LMHeadModel",
+        "Gemma3Text": "Gemma3ForCausalLM",
+        "Llama4Text": "Llama4ForCausalLM",
+    }
+    model = others.get(family)
     names = (f"{family}Config", model or f"{family}ForCausalLM")
     return tuple(getattr(transformers, name) for name in names)
 

@@ -6,6 +6,7 @@ shard, if etp splits experts), H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,8 @@ class GroupedExperts(nn.Module):
     """Grouped MLP ``fc2(activation(fc1(x)))`` over each expert's rows, times each row's weight.
 
     The weight is applied between the two products, where rows are narrow, and to the bias of
-    ``fc2``; since ``fc2`` is linear, this is equivalent to weighting the result.
+    ``fc2``; since ``fc2`` is linear, this is equivalent to weighting the result. With
+    ``scale_inputs`` the weight is that of the input instead.
 
     Args:
         fc1: ``(L, 2, F, H)`` for SwiGLU, gate first; ``(L, F, H)`` for GELU.
@@ -35,6 +37,7 @@ class GroupedExperts(nn.Module):
         activation: Activation between ``fc1`` and ``fc2``.
         biases: Biases of both; not with clones.
         fp8: Whether the products have 8-bit operands; not with clones.
+        scale_inputs: Whether rows are weighted before ``fc1``, with a torch operation.
 
     Raises:
         ValueError: If the shapes are inconsistent.
@@ -48,6 +51,7 @@ class GroupedExperts(nn.Module):
         activation: Activation,
         biases: ExpertBiases | None = None,
         fp8: bool = False,
+        scale_inputs: bool = False,
     ) -> None:
         super().__init__()
         num_local, hidden, width = fc2.shape
@@ -62,6 +66,7 @@ class GroupedExperts(nn.Module):
         self.activation = activation
         self.biases = biases
         self.product = fp8_grouped_gemm if fp8 else grouped_gemm
+        self.scale_inputs = scale_inputs
 
     def forward(self, arrived: ExpertRows, clones: LayerClones | None = None) -> Tensor:
         """Compute the expert outputs.
@@ -75,10 +80,15 @@ class GroupedExperts(nn.Module):
             ``(M, H)``; a partial sum if etp splits experts.
         """
         activate = _ACTIVATIONS[self.activation]
-        probs, num_rows = arrived.probs, arrived.num_rows
+        probs: Tensor | None = arrived.probs
+        num_rows = arrived.num_rows
         sent = arrived.sent_next if self.product is grouped_gemm else None
         grads_there: dict[str, Any] = {} if sent is None else {"grad_out": sent.input_grads}
         results_there: dict[str, Any] = {} if sent is None else {"out": sent.results}
+        if self.scale_inputs:
+            rows = (arrived.rows * arrived.probs[:, None]).to(arrived.rows.dtype)
+            # The gradient of the products' input is not that of the rows that arrived.
+            arrived, probs, grads_there = replace(arrived, rows=rows), None, {}
         if clones is not None:
             hints: dict[str, Any] = {
                 "clear_padding": num_rows is None,
@@ -94,7 +104,8 @@ class GroupedExperts(nn.Module):
         fc1_bias, fc2_bias = self.biases(arrived.m_splits, len(arrived.rows))
         inner = inner + fc1_bias.to(inner.dtype)
         outer = self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
-        result: Tensor = outer + (fc2_bias * probs[:, None]).to(outer.dtype)
+        fc2_bias = fc2_bias if probs is None else fc2_bias * probs[:, None]
+        result: Tensor = outer + fc2_bias.to(outer.dtype)
         return result
 
     def _product(

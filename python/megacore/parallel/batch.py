@@ -52,6 +52,24 @@ class Documents:
                 row_positions[begin:end] -= begin
         return documents
 
+    def cut(self, length: int) -> Documents:
+        """Return the documents in pieces of at most ``length`` tokens; positions do not change.
+
+        Example:
+            >>> Documents.of([[0, 5]], 9).cut(2).starts
+            ((0, 2, 4, 5, 7),)
+        """
+        sequence = self.positions.shape[-1]
+        starts = (
+            tuple(
+                start
+                for begin, end in pairwise((*row, sequence))
+                for start in range(begin, end, length)
+            )
+            for row in self.starts
+        )
+        return replace(self, starts=tuple(starts))
+
     def pieces(
         self, sample: int, begin: int, end: int, *, window: int | None = None
     ) -> tuple[int, list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -152,6 +153,28 @@ class RopeScalingConfig(Section):
         return self
 
 
+class QueryScalingConfig(Section):
+    """``[model.query_scaling]``: factor on queries that grows with their position."""
+
+    beta: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Factor 1 + `beta` ln(1 + floor((p + `shift`) / `length`)) on the query at "
+        "position p; 0: none.",
+    )
+    length: int = Field(
+        default=8192, ge=1, description="Positions after which the factor grows again."
+    )
+    shift: int = Field(
+        default=0, ge=0, description="Addition to positions, 1 in Llama 4: the first one is 1."
+    )
+    layers: Literal["all", "unrotated"] = Field(
+        default="all",
+        description="Layers with the factor: all, or those without rotation, see "
+        "`rotation_pattern`.",
+    )
+
+
 class ModelConfig(Section):
     """``[model]``: the shape of the GPT."""
 
@@ -228,6 +251,7 @@ class ModelConfig(Section):
         description="Share of a head's elements, from the first, that are rotated.",
     )
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    query_scaling: QueryScalingConfig = QueryScalingConfig()
     mla: MLAConfig = MLAConfig()
     window_rope_base: float | None = Field(
         default=None,
@@ -260,6 +284,11 @@ class ModelConfig(Section):
         default="w",
         description="Layers with the window (`w`) and with full attention (`f`), repeated over "
         "the layers as in `moe.layer_pattern`: `wwf` for two with, one without.",
+    )
+    window_type: Literal["sliding", "chunk"] = Field(
+        default="sliding",
+        description="Tokens in the window: the last ones, or those in the same `chunk` of the "
+        "sequence, all of which have `sliding_window` tokens, from the first of a document.",
     )
     attention_sinks: bool = Field(
         default=False,
@@ -323,11 +352,11 @@ class ModelConfig(Section):
         description="Attention and MLP read the same norm of the layer's input, and both results "
         "are added.",
     )
-    qk_norm: Literal["none", "head", "head_after", "full"] = Field(
+    qk_norm: Literal["none", "head", "head_after", "full", "unit"] = Field(
         default="none",
         description="RMSNorm of queries and keys, before rotation: of each `head`, with one weight "
         "for all heads, or, with `full`, of all heads together; with `head_after`, of each head "
-        "after rotation.",
+        "after rotation; with `unit`, of each head without a weight, in rotated layers only.",
     )
     init_std: float = Field(
         default=0.02, gt=0.0, description="Standard deviation of initial weights."
@@ -377,6 +406,12 @@ class ModelConfig(Section):
             return "none"
         has_own = self.window_rope_base is not None and self.window_of(layer) is not None
         return "window" if has_own else "main"
+
+    def scales_queries(self, layer: int) -> bool:
+        """Return whether a layer has the factor of ``query_scaling``."""
+        scaling = self.query_scaling
+        is_one = scaling.layers == "all" or self.rotation_of(layer) == "none"
+        return scaling.beta > 0 and is_one
 
     @property
     def gated(self) -> bool:
@@ -485,15 +520,18 @@ class ModelConfig(Section):
             "attention_sinks",
             "attention_scale",
             "learned_positions",
+            "window_type",
         )
         found = [name for name in names if getattr(self, name) != defaults[name]]
+        if self.query_scaling.beta:
+            found.append("query_scaling.beta")
         if self.head_dim not in (None, self.mla.nope_head_dim + self.mla.rope_head_dim):
             found.append("head_dim")
         if self.num_kv_heads not in (None, self.num_heads):
             found.append("num_kv_heads")
         if found:
             raise ValueError(
-                f"{found[0]} = {getattr(self, found[0])} has no meaning with mla.kv_rank = "
+                f"{found[0]} = {attrgetter(found[0])(self)} has no meaning with mla.kv_rank = "
                 f"{self.mla.kv_rank}; leave it out"
             )
 

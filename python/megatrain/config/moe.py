@@ -156,6 +156,11 @@ class MoEConfig(Section):
     scaling_factor: float = Field(
         default=1.0, gt=0.0, description="Factor on the weights of a token's experts."
     )
+    scale_inputs: bool = Field(
+        default=False,
+        description="Multiply the input of a token's experts by their weights, in place of their "
+        "output.",
+    )
     num_groups: int = Field(
         default=1,
         ge=1,

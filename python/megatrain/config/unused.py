@@ -81,7 +81,30 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         holds=lambda config: config.model.num_mtp_layers == 0,
     ),
     UnusedRule(
-        keys=("model.window_pattern",),
+        keys=("model.query_scaling.*",),
+        but=("model.query_scaling.beta",),
+        reason="model.query_scaling.beta",
+        holds=lambda config: config.model.query_scaling.beta == 0,
+    ),
+    UnusedRule(
+        keys=("model.query_scaling.*",),
+        reason="model.query_scaling.layers",
+        holds=lambda config: (
+            config.model.query_scaling.beta > 0
+            and not any(map(config.model.scales_queries, range(config.model.num_layers)))
+        ),
+    ),
+    UnusedRule(
+        keys=("model.query_scaling.*",),
+        reason="model.query_scaling.length",
+        holds=lambda config: (
+            config.model.query_scaling.beta > 0
+            and config.model.seq_length - 1 + config.model.query_scaling.shift
+            < config.model.query_scaling.length
+        ),
+    ),
+    UnusedRule(
+        keys=("model.window_pattern", "model.window_type"),
         reason="model.sliding_window",
         holds=lambda config: config.model.sliding_window is None,
     ),
@@ -441,6 +464,8 @@ def reference_parts(filled: ResolvedConfig) -> list[str]:
     parts = {
         "model.norm_plus_one in this train.dtype": model.norm_plus_one and not is_wide,
         'model.activation = "relu2"': model.activation == "relu2",
+        "model.query_scaling": model.query_scaling.beta > 0,
+        "moe.scale_inputs": filled.moe.num_experts > 0 and filled.moe.scale_inputs,
     }
     return [name for name, holds in parts.items() if holds]
 

@@ -11,6 +11,7 @@ from megatrain.hf.fine_tuning import PaddingRow, RouterLoss
 from megatrain.hf.keys import Key
 from megatrain.hf.layer_rules import (
     FirstDense,
+    HeadNorms,
     LayerKinds,
     LayerRange,
     RotaryWidth,
@@ -21,9 +22,12 @@ from megatrain.hf.layer_rules import (
 from megatrain.hf.option_rules import (
     HybridWidths,
     IndexerKinds,
+    ListedExperts,
     LogitDivisor,
     OnlyAttention,
     PositionKind,
+    QueryScale,
+    RotatedChunks,
     SharedWidth,
 )
 
@@ -340,6 +344,41 @@ EXPERT_FAMILIES = (
         stated={**keys.QK_NORM_STATED, "clip_qkv": None},
         implied={"model.qk_norm": "full"},
         rules=(RouterLoss(default=0.01), PaddingRow(default=1)),
+    ),
+    Family(
+        model_type="llama4_text",
+        people="Llama 4 Scout, Maverick: their text",
+        special="attention in chunks of 3 of 4 layers, the others without rotation and with scaled "
+        "queries, weights of experts on their inputs",
+        architecture="Llama4ForCausalLM",
+        table=tables.LLAMA4,
+        keys=(
+            *keys.sizes(kv_heads=8, head_dim=128, norm_eps=1e-5),
+            Key(theirs=("intermediate_size_mlp",), ours=("model.ffn_hidden_size",), default=16384),
+            Key(
+                theirs=("intermediate_size",),
+                ours=("moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"),
+            ),
+            Key(theirs=("num_local_experts", "num_experts"), ours=("moe.num_experts",), default=16),
+            replace(keys.TOP_K, default=1),
+            keys.BIAS,
+        ),
+        fixed={**keys.FIXED, **_NO_ROUTER_LOSS},
+        implied={
+            "moe.score_function": "sigmoid",
+            "moe.normalize": False,
+            "moe.scale_inputs": True,
+        },
+        rules=(
+            ListedExperts(),
+            RotatedChunks(),
+            QueryScale(),
+            HeadNorms(kind="unit", default=True),
+            PaddingRow(),
+        ),
+        # Not read by `transformers`.
+        ignored=("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
+        rope_base=500000.0,
     ),
     Family(
         model_type="deepseek_v32",

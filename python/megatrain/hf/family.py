@@ -32,6 +32,7 @@ class Family:
         rope: The rotation if no entry describes it.
         rope_names: Older names of rotations.
         rope_original: Tokens per sequence of the original training if no entry states them.
+        rope_scales_queries: Whether the rotation's entries have a factor on queries by position.
         stretches: Whether ``alpha`` of a dynamic rotation raises the base, as in Hunyuan.
         rotates: Whether there is a rotation at all.
         window_rope_base: Base of the plain rotation of layers with the window if no entry states
@@ -56,6 +57,7 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     rope_names: Mapping[str, str] = field(default_factory=dict)
     rope_original: int | None = None
+    rope_scales_queries: bool = False
     stretches: bool = False
     rotates: bool = True
     window_rope_base: float | None = None

@@ -217,18 +217,25 @@ class GroupLimit:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of the heads of queries and keys, switched by ``use_qk_norm``."""
+    """Norms of the heads of queries and keys, switched by ``use_qk_norm``.
 
+    Attributes:
+        kind: Norm of the family.
+        default: Whether a missing entry has it.
+    """
+
+    kind: str = "head"
+    default: bool = False
     names: tuple[str, ...] = ("use_qk_norm",)
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
-        """Return the norm of queries and keys; a missing or empty entry has none."""
-        has_norms = checked("use_qk_norm", config.get("use_qk_norm") or False, bool)
-        return {"model.qk_norm": "head" if has_norms else "none"}
+        """Return the norm of queries and keys; an empty entry has none."""
+        has_norms = checked("use_qk_norm", config.get("use_qk_norm", self.default) or False, bool)
+        return {"model.qk_norm": self.kind if has_norms else "none"}
 
     def write(self, values: Values) -> dict[str, Any]:
         """Return the entry for the same norms."""
-        return {"use_qk_norm": values["model.qk_norm"] == "head"}
+        return {"use_qk_norm": values["model.qk_norm"] == self.kind}
 
 
 @dataclass(frozen=True, kw_only=True)

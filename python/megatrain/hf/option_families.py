@@ -123,6 +123,28 @@ OPTION_FAMILIES = (
         rules=(Windows(default=4096, by_layer=True, pattern="w"), PaddingRow()),
     ),
     Family(
+        model_type="ministral3",
+        people="Ministral 3 3B to 14B: their text",
+        special="queries scaled by position, yarn",
+        architecture="Ministral3ForCausalLM",
+        table=tables.LLAMA,
+        keys=(*keys.sizes(kv_heads=8, head_dim=128, norm_eps=1e-5), keys.FFN),
+        fixed=keys.FIXED,
+        rules=(Windows(), PaddingRow(default=11)),
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        rope_scales_queries=True,
+    ),
+    Family(
         model_type="exaone4",
         people="EXAONE 4",
         special="norm after blocks, norm of queries and keys per head, rotation in layers with a "

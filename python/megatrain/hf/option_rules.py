@@ -72,10 +72,15 @@ class LogitDivisor:
         return {"logits_scaling": 1 / values["model.logit_factor"]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RotatedLayers:
-    """Layers with rotation: 1 in ``no_rope_layers``, or all but every so many."""
+    """Layers with rotation: 1 in ``no_rope_layers``, or all but every so many.
 
+    Attributes:
+        empty: Whether an empty list is as if it were missing.
+    """
+
+    empty: bool = False
     names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval")
 
     def read(self, config: Mapping[str, Any], values: Values) -> Values:
@@ -85,7 +90,7 @@ class RotatedLayers:
             MegacoreError: If the entry does not have a number for each layer.
         """
         num_layers, flags = values["model.num_layers"], config.get("no_rope_layers")
-        if flags is None:
+        if flags is None or (self.empty and flags == []):
             interval = config.get("no_rope_layer_interval", 4)
             interval = checked("no_rope_layer_interval", interval, int)
             flags = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
@@ -162,6 +167,114 @@ class OnlyAttention:
     def write(self, values: Values) -> dict[str, Any]:
         """Return the kind of all layers."""
         return {self.names[0]: [self.kinds[0]] * values["model.num_layers"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedChunks(RotatedLayers):
+    """Layers of Llama 4 with rotation, and those whose attention stays in chunks.
+
+    The latter are the same, if no entry names them.
+    """
+
+    empty: bool = True
+    names: tuple[str, ...] = (*RotatedLayers.names, "attention_chunk_size", "layer_types")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the length of a chunk, and the patterns of layers.
+
+        Raises:
+            MegacoreError: If the entry does not name a kind for each layer.
+        """
+        found = super().read(config, values)
+        num_layers, kinds = values["model.num_layers"], config.get("layer_types")
+        letters = {"chunked_attention": "w", "full_attention": "f"}
+        if kinds is None:
+            rotated = letters_of(found["model.rotation_pattern"], num_layers)
+            layers = rotated.replace("n", "f").replace("r", "w")
+        elif (
+            isinstance(kinds, list)
+            and len(kinds) == num_layers
+            and all(isinstance(kind, str) and kind in letters for kind in kinds)
+        ):
+            layers = "".join(letters[kind] for kind in kinds)
+        else:
+            raise MegacoreError(
+                f"layer_types in config.json must name chunked_attention or full_attention for "
+                f"each of {num_layers} layers, got {kinds!r}"
+            )
+        size = config.get("attention_chunk_size", 8192)
+        if size is None or "w" not in layers:
+            return found | {"model.sliding_window": None}
+        return found | {
+            "model.sliding_window": checked("attention_chunk_size", size, int),
+            "model.window_type": "chunk",
+            "model.window_pattern": pattern_of(layers),
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the length of a chunk, which `transformers` needs in any case, and the kinds."""
+        size, num_layers = values["model.sliding_window"], values["model.num_layers"]
+        layers = (
+            letters_of(values["model.window_pattern"], num_layers) if size else "f" * num_layers
+        )
+        kinds = {"w": "chunked_attention", "f": "full_attention"}
+        return super().write(values) | {
+            "attention_chunk_size": size or 8192,
+            "layer_types": [kinds[letter] for letter in layers],
+        }
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Factor of Llama 4 on queries of layers without rotation, by position."""
+
+    names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:  # noqa: ARG002
+        """Return the settings of the factor."""
+        is_on = checked(self.names[0], config.get(self.names[0], True), bool)
+        length = checked("floor_scale", config.get("floor_scale", 8192), int)
+        beta = checked("attn_scale", config.get("attn_scale", 0.1), float)
+        if not is_on or beta == 0:
+            return {"model.query_scaling.beta": 0.0}
+        return {
+            "model.query_scaling.beta": beta,
+            "model.query_scaling.length": length,
+            "model.query_scaling.shift": 1,
+            "model.query_scaling.layers": "unrotated",
+        }
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the entries for the same factor."""
+        beta = values["model.query_scaling.beta"]
+        entries = {"floor_scale": values["model.query_scaling.length"], "attn_scale": beta}
+        return {"attn_temperature_tuning": beta > 0, **(entries if beta else {})}
+
+
+@dataclass(frozen=True)
+class ListedExperts:
+    """Layers of Llama 4 with experts: ``moe_layers``, or every so many."""
+
+    names: tuple[str, ...] = ("moe_layers", "interleave_moe_layer_step")
+
+    def read(self, config: Mapping[str, Any], values: Values) -> Values:
+        """Return the settings that select the same layers."""
+        num_layers, listed = values["model.num_layers"], config.get("moe_layers")
+        if listed is None:
+            step = config.get("interleave_moe_layer_step", 1)
+            step = checked("interleave_moe_layer_step", step, int)
+            listed = list(range(step - 1, num_layers, step))
+        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+            raise MegacoreError(
+                f"moe_layers in config.json must be a list of layers, got {listed!r}"
+            )
+        letters = ("e" if layer in listed else "d" for layer in range(num_layers))
+        return {"moe.layer_pattern": pattern_of("".join(letters))}
+
+    def write(self, values: Values) -> dict[str, Any]:
+        """Return the list."""
+        letters = letters_of(values["moe.layer_pattern"], values["model.num_layers"])
+        return {"moe_layers": [layer for layer, letter in enumerate(letters) if letter == "e"]}
 
 
 @dataclass(frozen=True)

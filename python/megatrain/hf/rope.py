@@ -30,11 +30,14 @@ _OF_KIND: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", *_NUMBERS[2:], *_MAGNITUDES, "truncate"),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
+# Rotations of which `transformers` moves the original length to the rotation's entries.
+_MOVED = ("llama3", "yarn", "longrope")
 # Lists of numbers, which have other names in our settings.
 _LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
+_QUERY_SCALE = "llama_4_scaling_beta"
 # The last is a note of some publishers.
 _ALWAYS = {"rope_type", "type", "rope_theta", _SHARE, "finetuned"}
 
@@ -76,6 +79,8 @@ def _rope_from_hf(config: Mapping[str, Any], family: Family) -> Values:
         rope = {name: rope[name] for name in rope if name in _ALWAYS}
         kind = "default"
     known = {*_ALWAYS, *_OF_KIND[kind], "original_max_position_embeddings"}
+    if family.rope_scales_queries:
+        known |= {_QUERY_SCALE, "max_position_embeddings"}
     unknown = [name for name in rope if name not in known and rope[name] is not None]
     if unknown:
         raise MegacoreError(
@@ -91,11 +96,18 @@ def _rope_from_hf(config: Mapping[str, Any], family: Family) -> Values:
             f"partial_rotary_factor in config.json of a {config['model_type']} model must be 1, "
             f"got {share}"
         )
-    return {
+    scaling = _scaling(config, rope, kind, family.rope_original)
+    values = {
         "model.rope_base": checked("rope_theta", found, float) * stretch,
         "model.rotary_fraction": share,
-        "model.rope_scaling": _scaling(config, rope, kind, family.rope_original),
+        "model.rope_scaling": scaling,
     }
+    if family.rope_scales_queries:
+        beta = checked(_QUERY_SCALE, rope.get(_QUERY_SCALE), float)
+        length = scaling["original_seq_length"] if kind in _MOVED else rope.get(_ORIGINAL)
+        values["model.query_scaling.beta"] = beta
+        values["model.query_scaling.length"] = checked(_ORIGINAL, length, int)
+    return values
 
 
 def _of_kinds(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], float]:
@@ -140,6 +152,10 @@ def rope_to_hf(values: Values, family: Family) -> dict[str, Any]:
     if not family.rotates:
         return {}
     entries = _rope_to_hf(values, family.rotary_fraction)
+    if family.rope_scales_queries:
+        rope = entries["rope_parameters"]  # with a scaling, also the older entry
+        rope[_QUERY_SCALE] = values["model.query_scaling.beta"]
+        rope.setdefault(_ORIGINAL, values["model.query_scaling.length"])
     if family.window_rope_base is not None:
         own = values["model.window_rope_base"] or family.window_rope_base
         sliding = {"rope_type": "default", "rope_theta": own}
@@ -159,7 +175,7 @@ def _rope_to_hf(values: Values, fraction: float | None) -> dict[str, Any]:
         if not rope.get(name):
             rope.pop(name, None)
     config: dict[str, Any] = {"rope_theta": base}
-    if kind in ("llama3", "yarn", "longrope"):
+    if kind in _MOVED:
         rope["original_max_position_embeddings"] = scaling.original_seq_length
     if kind == "longrope":  # where `transformers` looks first
         config["original_max_position_embeddings"] = scaling.original_seq_length

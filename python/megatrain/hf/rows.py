@@ -312,6 +312,12 @@ ALTERNATING_BIAS = Transform(
     split=lambda whole, _: [whole.transpose(1, 2).flatten(1)],
     dims={0: 0, 2: 1},
 )
+# Gate and up of all experts in two halves of the columns, `(E, H, 2F)` to `(E, 2, F, H)`.
+JOINED_COLUMNS = Transform(
+    join=lambda tensors, _: tensors[0].view(*tensors[0].shape[:2], 2, -1).permute(0, 2, 3, 1),
+    split=lambda whole, _: [whole.permute(0, 3, 1, 2).flatten(2)],
+    dims={0: 0},
+)
 # The halves of the columns in the other order.
 SWAPPED = Transform(
     join=lambda tensors, _: tensors[0].roll(tensors[0].shape[1] // 2, 1),

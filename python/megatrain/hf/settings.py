@@ -258,8 +258,10 @@ def _sections(values: Values) -> tuple[ModelConfig, MoEConfig]:
 
 
 def _values(model: ModelConfig, moe: MoEConfig) -> Values:
-    values = {f"model.{name}": value for name, value in model if name != "mla"}
-    values |= {f"model.mla.{name}": value for name, value in model.mla}
+    values = {f"model.{name}": value for name, value in model}
+    for table in ("mla", "query_scaling"):
+        section = values.pop(f"model.{table}")
+        values |= {f"model.{table}.{name}": value for name, value in section}
     return values | {f"moe.{name}": value for name, value in moe}
 
 
@@ -286,7 +288,14 @@ def _comparable(model: ModelConfig, moe: MoEConfig) -> Values:
     layers = range(model.num_layers)
     values["windows of layers (model.window_pattern)"] = [*map(model.window_of, layers)]
     values["rotations of layers (model.rotation_pattern)"] = [*map(model.rotation_of, layers)]
+    scaled = [*map(model.scales_queries, layers)]
+    values["layers with scaled queries (model.query_scaling.layers)"] = scaled
     skipped |= {"model.sliding_window", "model.window_pattern", "model.rotation_pattern"}
+    skipped.add("model.query_scaling.layers")
+    if not any(map(model.window_of, layers)):
+        skipped.add("model.window_type")
+    if not any(scaled):
+        skipped |= {name for name in values if name.startswith("model.query_scaling.")}
     if model.learned_positions:
         skipped.add("model.rope_base")
     if not moe_layers:

@@ -18,6 +18,7 @@ from megatrain.hf.rows import (
     HEADS,
     INPUTS_FIRST,
     JOINED,
+    JOINED_COLUMNS,
     JOINED_EXPERTS,
     ONE_ROW,
     PAIRED_QKV,
@@ -267,6 +268,15 @@ HUNYUAN = {
 OLMOE = {
     **QWEN3_MOE,
     **{name: OLMO2[name] for name in ("attention.q_norm", "attention.k_norm")},
+}
+LLAMA4 = {
+    **ERNIE4_5,
+    **mlp("mlp", f"{LAYER}.feed_forward"),
+    **mlp("moe.shared", f"{LAYER}.feed_forward.shared_expert"),
+    "moe.norm": MIXTRAL["moe.norm"],
+    "moe.router": row(f"{LAYER}.feed_forward.router.weight"),
+    "moe.experts.fc1": row(f"{LAYER}.feed_forward.experts.gate_up_proj", transform=JOINED_COLUMNS),
+    "moe.experts.fc2": row(f"{LAYER}.feed_forward.experts.down_proj", transform=TRANSPOSED),
 }
 ARCEE = {**LLAMA, "mlp.up": row(f"{LAYER}.mlp.up_proj.weight")}
 COHERE = ERNIE4_5

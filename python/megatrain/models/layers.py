@@ -166,14 +166,19 @@ class LayerNorm(nn.Module):
         return layer_norm(x_SBH, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def make_qk_norm(name: str, context: ModelContext) -> HeadNorms | WidthNorms | None:
-    """Make the norm of queries and keys of ``model.qk_norm``.
+def make_qk_norm(
+    name: str, layer: int, context: ModelContext
+) -> HeadNorms | WidthNorms | UnitNorms | None:
+    """Make the norm of queries and keys of ``model.qk_norm`` for a layer, by its global index.
 
     The modules take ``(S, B, G, (Q + 2) * D)``, for each of G key heads its Q query heads, the key
     and the value, and return them as `split_and_rotate`, rotated by the tables ``rotary``.
     """
     if context.config.qk_norm == "none":
         return None
+    if context.config.qk_norm == "unit":
+        is_rotated = context.config.rotation_of(layer) != "none"
+        return UnitNorms(context) if is_rotated else None
     kind = WidthNorms if context.config.qk_norm == "full" else HeadNorms
     return kind(name, context)
 
@@ -205,6 +210,26 @@ class HeadNorms(nn.Module):
             )
         q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=head_dim)
         return rms_norm(q_SBND, q_weight, self.eps), rms_norm(k_SBGD, k_weight, self.eps), v_SBGD
+
+
+class UnitNorms(nn.Module):
+    """RMSNorm of each head's query and key, without a weight."""
+
+    ones: Tensor
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.eps, device = context.config.norm_eps, context.params.device
+        ones = torch.ones(context.shape.head_dim, dtype=context.params.dtype, device=device)
+        self.register_buffer("ones", ones, persistent=False)
+
+    def forward(
+        self, qkv_SBGX: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize queries and keys, then rotate them; see `make_qk_norm`."""
+        return norm_and_rotate(
+            qkv_SBGX, self.ones, self.ones, *rotary, head_dim=len(self.ones), eps=self.eps
+        )
 
 
 class WidthNorms(nn.Module):

@@ -225,5 +225,10 @@ def _experts(name: str, infos: Infos, context: ModelContext) -> GroupedExperts:
         made = [params.experts(infos[f"{name}.{part}_bias"], std=0.0) for part in ("fc1", "fc2")]
         biases = ExpertBiases(*made, num_shards=context.groups.etp.size)
     return GroupedExperts(
-        fc1, fc2, activation=context.moe.activation, biases=biases, fp8=context.fp8
+        fc1,
+        fc2,
+        activation=context.moe.activation,
+        biases=biases,
+        fp8=context.fp8,
+        scale_inputs=context.moe.scale_inputs,
     )

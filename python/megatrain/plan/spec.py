@@ -23,7 +23,8 @@ class ModelSpec:
         gated: MLPs of dense layers and shared experts have a gate (SwiGLU).
         moe_layers: Whether each layer has experts, those for multi-token prediction at the end
             included.
-        windows: Sliding windows in tokens, repeated over the layers; 0 for none.
+        windows: Windows of attention in tokens, repeated over the layers; 0 for none.
+        has_chunks: The windows are chunks of the sequence, and do not slide.
     """
 
     num_layers: int
@@ -42,6 +43,7 @@ class ModelSpec:
     moe_layers: tuple[bool, ...] = ()
     num_mtp_layers: int = 0
     windows: tuple[int, ...] = (0,)
+    has_chunks: bool = False
 
     @property
     def expert_width(self) -> int:
@@ -101,6 +103,8 @@ class ModelSpec:
     def mean_keys(self) -> float:
         """Keys that a token attends to, averaged over tokens and layers; ``seq / 2`` if causal.
 
+        In chunks of ``W`` tokens, ``W / 2``, and of a shorter last one likewise.
+
         Example:
             >>> spec = ModelSpec(num_layers=2, hidden_size=8, ffn_hidden_size=8, num_heads=1,
             ...                  num_kv_heads=1, head_dim=8, padded_vocab_size=8, seq_length=16,
@@ -111,6 +115,10 @@ class ModelSpec:
         reach = [min(window or self.seq_length, self.seq_length) for window in self.windows]
         layers = range(max(1, len(self.moe_layers)))
         keys = (reach[layer % len(reach)] for layer in layers)
+        if self.has_chunks:
+            length = self.seq_length
+            squares = (length // count * count**2 + (length % count) ** 2 for count in keys)
+            return sum(each / (2 * length) for each in squares) / len(layers)
         return sum(count - count * count / (2 * self.seq_length) for count in keys) / len(layers)
 
     @property

@@ -29,12 +29,13 @@ def model_spec(model: ResolvedModelConfig, moe: ResolvedMoEConfig) -> ModelSpec:
         seq_length=model.seq_length,
         tie_embeddings=model.tie_embeddings,
         gated=model.gated,
-        qk_norm=model.qk_norm != "none",
+        qk_norm=model.qk_norm not in ("none", "unit"),
         mla=mla,
         moe=moe,
         moe_layers=tuple(moe.is_moe_layer(index) for index in range(num_layers)),
         num_mtp_layers=model.num_mtp_layers,
         windows=tuple(model.window_of(layer) or 0 for layer in range(num_layers)),
+        has_chunks=model.window_type == "chunk",
     )
 
 

@@ -105,7 +105,8 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[modle]\nx = 1\n", ":1: unknown section [modle]; did you mean [model]?"),
         (
             "[zzz]\nx = 1\n",
-            ":1: unknown section [zzz]; the sections are model, model.rope_scaling, model.mla",
+            ":1: unknown section [zzz]; the sections are model, model.rope_scaling, "
+            "model.query_scaling, model.mla",
         ),
         (
             '[train]\ndtype = "FP8"\n',
@@ -122,7 +123,10 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[model]\ndropout = 1.0\n", ":2: model.dropout = 1.0: must be below 1"),
         ("[model]\nnorm_eps = 0.0\n", ":2: model.norm_eps = 0.0: must be above 0"),
         ("[model]\nnorm_eps = inf\n", ":2: model.norm_eps = inf: expected a finite number"),
-        ('[model]\nqk_norm = "wide"\n', "expected one of 'none', 'head', 'head_after' or 'full'"),
+        (
+            '[model]\nqk_norm = "wide"\n',
+            "expected one of 'none', 'head', 'head_after', 'full' or 'unit'",
+        ),
         (
             '[[optimizer.groups]]\npattern = "*"\noptimizer = "none"\nlr_scale = 0.5\n',
             "number 1: the parameters of '*' are frozen (optimizer = \"none\"), so lr_scale",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
 from megatrain.config import ModelConfig
 from megatrain.models.attention.blockwise import ScoreRule
@@ -60,6 +62,33 @@ def test_attention_is_that_of_each_query_and_its_keys(rule: ScoreRule, num_kv_he
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad)
     )
+
+
+@pytest.mark.parametrize("length", [1, 3, 50])
+@pytest.mark.parametrize("starts", [None, [[0, 4], [0]]])
+def test_attention_in_chunks_is_that_of_each_chunk(
+    length: int, starts: list[list[int]] | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(9, 2, heads, 6, generator=generator) for heads in (4, 2, 2)]
+    kept: dict[str, Any] = {"group": Group.solo(), "grouped": True, "masks": Masks()}
+    documents = None if starts is None else Documents.of(starts, 9)
+    ours = causal_attention(*inputs, **kept, rule=ScoreRule(), documents=documents, chunk=length)
+    for sample, row in enumerate(starts or [[0], [0]]):
+        for begin, end in pairwise((*row, 9)):
+            for first in range(begin, end, length):
+                part = [x[first : min(first + length, end), sample : sample + 1] for x in inputs]
+                found = ours[first : min(first + length, end), sample : sample + 1]
+                torch.testing.assert_close(found, by_hand(*part, ScoreRule()))
+
+
+def test_attention_in_chunks_goes_on_from_kept_keys() -> None:
+    q, k, v = (torch.randn(9, 2, 4, 6) for _ in range(3))
+    kept: dict[str, Any] = {"group": Group.solo(), "grouped": False, "masks": Masks()}
+    whole = causal_attention(q, k, v, **kept, rule=ScoreRule(), chunk=4)
+    for first in range(9):
+        later = causal_attention(q[first:], k, v, **kept, rule=ScoreRule(), chunk=4)
+        torch.testing.assert_close(later, whole[first:])
 
 
 def test_logits_are_capped_in_the_loss_and_in_generation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,13 @@ def test_windows_count_the_keys_in_reach(seq: int, windows: tuple[int, ...]) -> 
     full = [width >= seq for width in reach]
     if all(full):
         assert spec.mean_keys == seq / 2
+
+
+@given(seq=st.integers(1, 60), chunk=st.integers(1, 70))
+def test_chunks_count_the_keys_in_them(seq: int, chunk: int) -> None:
+    spec = replace(spec_of(model=LLAMA_8B), seq_length=seq, windows=(chunk,), has_chunks=True)
+    pairs = sum(query % chunk + 0.5 for query in range(seq))
+    assert spec.mean_keys == pytest.approx(pairs / seq)
 
 
 def test_recomputed_operations_are_those_of_the_parts() -> None:

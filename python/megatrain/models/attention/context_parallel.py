@@ -105,6 +105,7 @@ def causal_attention(
     rule: ScoreRule,
     sinks: Tensor | None = None,
     documents: Documents | None = None,
+    chunk: int | None = None,
     comm: str = "allgather",
 ) -> Tensor:
     """Compute attention of this rank's queries to the keys up to each query.
@@ -119,6 +120,8 @@ def causal_attention(
         rule: Window and scores.
         sinks: For each head a score that takes part in the softmax and has no value, ``(N,)``.
         documents: Documents; attention does not cross their boundaries.
+        chunk: Tokens of pieces of a document, or of the sequence, which attention does not cross;
+            ``None`` for no pieces.
         comm: "allgather" of keys and values, "a2a" from some tokens of all heads to all tokens of
             some heads, and back, or "ring" of keys and values.
 
@@ -133,7 +136,12 @@ def causal_attention(
     Raises:
         ValueError: If the members of the group do not divide the heads of keys, for "a2a".
     """
-    if group.size > 1 and comm == "ring":
+    is_ring = group.size > 1 and comm == "ring"
+    if chunk is not None and (documents is not None or is_ring):
+        if documents is None:
+            documents = Documents.of([[0]] * q_SBND.shape[1], q_SBND.shape[0] * group.size)
+        documents, chunk = documents.cut(chunk), None
+    if is_ring:
         return ring_attention(
             q_SBND,
             k_SBGD,
@@ -150,20 +158,19 @@ def causal_attention(
         if sinks is not None:
             sinks = sinks.chunk(group.size)[group.position]
     elif group.size > 1:
-        k_SBGD, v_SBGD = gather(
-            (k_SBGD, v_SBGD), group, in_order=needs_order(q_SBND, rule, sinks, documents)
-        )
-    mixed_SBND = attend(
-        q_SBND,
-        k_SBGD,
-        v_SBGD,
-        group=Group.solo() if by_heads else group,
-        grouped=grouped,
-        masks=masks,
-        rule=rule,
-        sinks=sinks,
-        documents=documents,
-    )
+        in_order = chunk is not None or needs_order(q_SBND, rule, sinks, documents)
+        k_SBGD, v_SBGD = gather((k_SBGD, v_SBGD), group, in_order=in_order)
+    arguments: Any = {
+        "group": Group.solo() if by_heads else group,
+        "grouped": grouped,
+        "masks": masks,
+        "rule": rule,
+        "sinks": sinks,
+    }
+    if chunk is not None:
+        mixed_SBND = _attend_chunks(q_SBND, k_SBGD, v_SBGD, chunk, **arguments)
+    else:
+        mixed_SBND = attend(q_SBND, k_SBGD, v_SBGD, documents=documents, **arguments)
     return exchange_back(mixed_SBND, group) if by_heads else mixed_SBND
 
 
@@ -230,6 +237,28 @@ def attend(
         start, end = _reach(index, length, rule)
         mixed.append(_attend(queries, k_SBGD[start:end], v_SBGE[start:end], **arguments))
     return torch.cat(mixed)
+
+
+def _attend_chunks(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, chunk: int, *, group: Group, **arguments: Any
+) -> Tensor:
+    """Compute `attend` inside of chunks of the sequence, to keys in its order.
+
+    As the number of pieces is fixed, it can be captured, which documents cannot.
+    """
+    slices = [0] if group.size == 1 else context_slices(group.size, group.position)
+    length = q_SBND.shape[0] // len(slices)
+    mixed = []
+    for queries, index in zip(q_SBND.chunk(len(slices)), slices, strict=True):
+        stop = k_SBGD.shape[0] if group.size == 1 else (index + 1) * length
+        first = begin = stop - length
+        while first < stop:
+            start = first // chunk * chunk
+            end = min(start + chunk, stop)
+            keys, values = k_SBGD[start:end], v_SBGD[start:end]
+            mixed.append(_attend(queries[first - begin : end - begin], keys, values, **arguments))
+            first = end
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 def _is_by_tiles(q_SBND: Tensor, rule: ScoreRule, sinks: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megacore.ops.dense import wide_dtype
 from megacore.ops.rotation import split_and_rotate
 from megacore.parallel.batch import Documents
 from megatrain.models.attention.blockwise import ScoreRule
@@ -33,15 +34,19 @@ class Attention(nn.Module):
         self.grouped = shape.q_per_kv > 1
         self.cp, self.masks = context.region.cp, Masks()
         self.cp_comm = context.region.cp_comm
+        window, is_chunk = config.window_of(layer), config.window_type == "chunk"
+        self.chunk = window if is_chunk else None
         self.rule = ScoreRule(
-            window=config.window_of(layer),
+            window=None if is_chunk else window,
             softcap=config.attention_softcap,
             scale=config.attention_scale,
         )
         infos = context.infos.gqa(name)
         self.qkv = ColumnLinear.of(infos, f"{name}.qkv", context=context)
         self.output = RowLinear.of(infos, f"{name}.output", context=context)
-        self.qk_norm = make_qk_norm(name, context)
+        self.qk_norm = make_qk_norm(name, layer, context)
+        self.scaling = config.query_scaling if config.scales_queries(layer) else None
+        self.region = context.region
         sinks = infos.get(f"{name}.sinks")
         self.sinks = None if sinks is None else context.params.zeros(sinks)
         # Set while a text is generated.
@@ -66,6 +71,8 @@ class Attention(nn.Module):
             q_SBND, k_SBGD, v_SBGD = split_and_rotate(qkv_SBGX, *rotary, head_dim=self.head_dim)
         else:
             q_SBND, k_SBGD, v_SBGD = self.qk_norm(qkv_SBGX, rotary)
+        if self.scaling is not None:
+            q_SBND = self._scaled(q_SBND, documents)
         if self.past is not None:
             k_SBGD, v_SBGD = self.past.extend(torch.stack((k_SBGD, v_SBGD), 1)).unbind(1)
         mixed_SBND = causal_attention(
@@ -76,9 +83,24 @@ class Attention(nn.Module):
             grouped=self.grouped,
             masks=self.masks,
             rule=self.rule,
+            chunk=self.chunk,
             sinks=None if self.sinks is None else self.sinks.flatten(),
             documents=documents,
             comm=self.cp_comm,
         )
         output: Tensor = self.output(mixed_SBND.flatten(2))
         return output
+
+    def _scaled(self, q_SBND: Tensor, documents: Documents | None) -> Tensor:
+        """Multiply queries by the factor of ``model.query_scaling`` at their positions."""
+        assert self.scaling is not None
+        if documents is not None:
+            positions = self.region.share(documents.positions).t()
+        else:
+            length, before = q_SBND.shape[0], 0 if self.past is None else len(self.past)
+            device = q_SBND.device
+            positions = self.region.share_positions(length * self.cp.size, device=device)[:, None]
+            positions = before + positions
+        steps = (positions + self.scaling.shift) // self.scaling.length
+        factor = 1 + self.scaling.beta * torch.log1p(steps.to(wide_dtype(q_SBND)))
+        return (q_SBND * factor[..., None, None]).to(q_SBND.dtype)
