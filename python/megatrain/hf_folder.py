@@ -125,6 +125,10 @@ class TensorFiles:
         """Return the names of all tensors."""
         return list(self._files)
 
+    def paths(self) -> list[Path]:
+        """Return the files that hold the tensors."""
+        return sorted(set(self._files.values()))
+
     def __contains__(self, name: object) -> bool:
         """Check whether there is a tensor of this name."""
         return name in self._files
@@ -223,7 +227,7 @@ class TensorFiles:
     def dtype(self) -> torch.dtype:
         """Return the most frequent dtype of matrices: float32, bfloat16 or float16."""
         counts: Counter[str] = Counter()
-        for path in sorted(set(self._files.values())):
+        for path in self.paths():
             _, entries = _read_header(path)
             counts.update(entry["dtype"] for entry in entries.values() if len(entry["shape"]) > 1)
         names = [name for name in _TRAINED if counts[name] == max(counts.values(), default=0)]

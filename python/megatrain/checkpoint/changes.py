@@ -35,6 +35,7 @@ _NOT_COMPARED: Mapping[str, frozenset[str]] = {
     "moe": frozenset({"static_transport"}),
     "data": frozenset({"cache"}),
     "preference": frozenset({"reference_dir", "any_reference"}),
+    "lora": frozenset({"init"}),
     "optimizer": frozenset(
         {
             *("overlap", "distributed", "num_instances", "loss_scale"),
@@ -126,7 +127,7 @@ def compare_settings(
         ('train.seed 1 -> 2 since the checkpoint',)
     """
     notes = _rate_notes(theirs, ours, step=step, samples=samples, tokens=tokens)
-    for section in ("optimizer", "model", "moe", "data", "train", "debug"):
+    for section in ("optimizer", "lora", "model", "moe", "data", "train", "debug"):
         before, now = theirs.get(section, {}), ours.get(section, {})
         for key in sorted(set(before) & set(now)):
             if _is_compared(section, key):

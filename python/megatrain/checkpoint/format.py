@@ -47,6 +47,8 @@ class TrainState:
         callbacks: States of callbacks by name in ``train.callbacks``, as JSON values.
         kernels: Operations that torch computed in place of our kernels, see
             `megacore.qualification.KernelChoice.state`.
+        base: Weights that adapters belong to, see `BaseWeights`, as JSON values; empty in
+            checkpoints with all weights.
     """
 
     step: int
@@ -57,6 +59,7 @@ class TrainState:
     data: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     kernels: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

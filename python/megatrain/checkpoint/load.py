@@ -396,7 +396,7 @@ def _read_box(
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Format the model settings that differ, as the end of a sentence."""
     found = []
-    for section in ("model", "moe"):
+    for section in ("model", "moe", "lora"):
         theirs, ours = stored.get(section, {}), present.get(section, {})
         found += [
             f"{section}.{key} is {theirs[key]} there and {ours[key]} here"

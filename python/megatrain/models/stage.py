@@ -156,7 +156,11 @@ class Stage(nn.Module):
             if isinstance(module, Indexer)
             for pair in module.buffer_infos()
         ]
-        return indexers + [
+        return indexers + self.trained_buffer_infos()
+
+    def trained_buffer_infos(self) -> list[tuple[ParamInfo, Tensor]]:
+        """Return those of `buffer_infos` that training changes: expert biases."""
+        return [
             (
                 ParamInfo(
                     name=f"layers.{index}.moe.expert_bias",

@@ -36,7 +36,7 @@ from megatrain.train.weight_stream import weights_checksum
 # Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
 MAX_SEQ_LENGTH = 2048
 # Sections of a run that its evaluation uses; layout and files are chosen for the evaluation.
-_KEPT = ("model", "moe", "data", "train", "preference")
+_KEPT = ("model", "moe", "lora", "data", "train", "preference")
 # Settings in them that an evaluation has no use for.
 _OF_TRAINING = {
     "moe": ("echo", "static_transport"),

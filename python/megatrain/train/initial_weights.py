@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megacore.errors import MegacoreError
+from megacore.errors import CheckpointError, MegacoreError
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ShardPosition
-from megatrain.checkpoint import load_checkpoint
-from megatrain.checkpoint.agreement import on_every_rank
+from megatrain.checkpoint import load_checkpoint, resolve_checkpoint
+from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
+from megatrain.checkpoint.base_weights import BaseWeights, find_base
 from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.config import ModelConfig, MoEConfig
-from megatrain.config.lora import is_adapter
 from megatrain.hf import HFWeights
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
 from megatrain.hf_folder import is_model_folder
-from megatrain.train.trainer import Trainer
+from megatrain.train.trainer import Trainer, without_state
 
 
 def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     """Fill the weights of a new trainer; the optimizer state stays new. Collective.
 
-    Each rank reads its own shards, one parameter at a time.
+    Each rank reads its own shards, one parameter at a time. With adapters, these are loaded if
+    ``path`` has any, and their base before, unless `load_base` has loaded it.
 
     Args:
         trainer: A trainer that has not trained.
@@ -38,24 +39,77 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
     Raises:
         MegacoreError: On every rank, if there are no weights, or they are of another shape.
     """
-    path, groups = Path(path), trainer.groups
-    pieces = [
-        replace(piece, tensors={MAIN_PARAM: piece.tensors[MAIN_PARAM]})
-        for piece in trainer.pieces()
-        if MAIN_PARAM in piece.tensors and not is_adapter(piece.info.name)
-    ]
     notes: tuple[str, ...] = ()
-    model, moe = trainer.config.model, trainer.config.moe
-    if is_model_folder(path):
-        notes = on_every_rank(
-            lambda: _fill_from_hf(path, pieces, groups, model=model, moe=moe), groups
+    adapters = on_every_rank(lambda: _adapters_in(Path(path)), trainer.groups)
+    if trainer.config.lora.is_on:
+        if trainer.base is None:
+            _, notes = load_base(trainer, path, adapters=None)
+        if adapters is not None:
+            pieces = [without_state(piece) for piece in trainer.pieces() if _has_values(piece)]
+            config = trainer.config.model_dump()
+            load_checkpoint(adapters, pieces, groups=trainer.groups, config=config)
+    elif adapters is not None:
+        raise CheckpointError(
+            f"checkpoint {adapters} has adapters only; set [lora] as in their run, or merge them "
+            "into their base first (megacore export-hf --merge)"
         )
     else:
-        load_checkpoint(path, pieces, groups=groups, config=trainer.config.model_dump())
+        notes = _fill_weights(trainer, Path(path))
+    _finish(trainer)
+    return notes
+
+
+def load_base(
+    trainer: Trainer, given: str | Path | None, *, adapters: Path | None
+) -> tuple[BaseWeights, tuple[str, ...]]:
+    """Fill the weights that adapters are trained on. Collective.
+
+    Args:
+        trainer: A trainer that has not trained.
+        given: As ``checkpoint.load_weights``; ``None`` for the base of ``adapters``.
+        adapters: Checkpoint that the run continues from, if there is one.
+
+    Returns:
+        The weights, and notes as of `load_initial_weights`.
+
+    Raises:
+        MegacoreError: On every rank, if there are no weights, they are of another shape, or not
+            those that the adapters were trained on.
+    """
+    base = on_rank_0(lambda: find_base(given, adapters), trainer.groups)
+    notes = _fill_weights(trainer, Path(base.path))
+    _finish(trainer)
+    return base, notes
+
+
+def _adapters_in(path: Path) -> Path | None:
+    """Return the checkpoint of adapters that a path means, or ``None``."""
+    if is_model_folder(path):
+        return None
+    folder = resolve_checkpoint(path)
+    return None if BaseWeights.of_adapters(folder) is None else folder
+
+
+def _has_values(piece: ParamPiece) -> bool:
+    return MAIN_PARAM in piece.tensors
+
+
+def _fill_weights(trainer: Trainer, path: Path) -> tuple[str, ...]:
+    """Fill all weights but adapters."""
+    config, groups = trainer.config, trainer.groups
+    if is_model_folder(path):
+        fill = partial(
+            _fill_from_hf, path, trainer.weights(), groups, model=config.model, moe=config.moe
+        )
+        return on_every_rank(fill, groups)
+    load_checkpoint(path, trainer.weights(), groups=groups, config=config.model_dump())
+    return ()
+
+
+def _finish(trainer: Trainer) -> None:
     trainer.optimizer.finish_load(trainer.optimizer.step_count)
     if trainer.average is not None:
         trainer.average.restart()
-    return notes
 
 
 @torch.no_grad()

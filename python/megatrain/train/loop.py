@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from megatrain.train.callbacks import Callback, make_callbacks
 from megatrain.train.console import Console, RunSummary
 from megatrain.train.control import RunControl, Verdict
 from megatrain.train.diagnosis import NonFiniteSearch, first_of_all
-from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.initial_weights import load_base, load_initial_weights
 from megatrain.train.kernels import kernel_notes
 from megatrain.train.metrics import StepRecord
 from megatrain.train.profiling import StepProfiler
@@ -99,6 +100,10 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         )
         saver = _make_saver(trainer) if config.checkpoint.saves else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
+        if config.lora.is_on:
+            given = config.checkpoint.load_weights
+            base, of_base = load_base(trainer, given, adapters=found.path)
+            trainer, notes = replace(trainer, base=base), notes + of_base
         trainer, start, resumed = resume_run(trainer, found, control, callbacks)
         if weights is not None:
             notes += load_initial_weights(trainer, weights)

@@ -91,6 +91,7 @@ def run_state(
         data=data,
         kernels=trainer.kernels.state(),
         callbacks=_callback_states(trainer.config.train.callbacks, callbacks),
+        base={} if trainer.base is None else trainer.base.as_state(),
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
@@ -30,6 +31,7 @@ from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.instances import HybridShardGroups
+from megacore.parallel.param_info import ParamInfo
 from megacore.pipeline import (
     ActionRecorder,
     PipelineExecutor,
@@ -39,7 +41,10 @@ from megacore.pipeline import (
 )
 from megacore.pipeline.clock import PhaseClock
 from megacore.qualification import KernelChoice
+from megatrain.checkpoint.base_weights import BaseWeights
+from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.config import DebugConfig, ResolvedConfig, ResolvedOptimizerConfig
+from megatrain.config.lora import is_adapter
 from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
 from megatrain.data.prefetch import Prefetch
@@ -89,6 +94,8 @@ class Trainer:
         num_params: Parameters of the whole model, without the padding of the vocabulary.
         calls: Recorder of the collectives and messages of this rank.
         first_bytes: Memory of this process on its device before it built anything.
+        base: Weights that the adapters are trained on; ``None`` without adapters, or before the
+            weights are loaded.
     """
 
     config: ResolvedConfig
@@ -108,6 +115,7 @@ class Trainer:
     num_params: int
     calls: CallRing | None = None
     first_bytes: float = 0.0
+    base: BaseWeights | None = None
     # By sample offset; a run uses one offset.
     prefetched: dict[int, Prefetch] = field(default_factory=dict, repr=False)
 
@@ -138,14 +146,23 @@ class Trainer:
         return metrics
 
     def pieces(self) -> list[ParamPiece]:
-        """List all checkpointed state of this rank, as views to save from or load into."""
-        buffers = [
-            ParamPiece(info=info, start=0, end=value.numel(), tensors={"main_param": value})
-            for chunk in self.chunks
-            for info, value in chunk.buffer_infos()
-        ]
+        """List all checkpointed state of this rank, as views to save from or load into.
+
+        With adapters, weights that never change are left out; see `weights`.
+        """
         averages = [] if self.average is None else self.average.pieces()
-        return [*self.optimizer.pieces(), *averages, *self.frozen.pieces(), *buffers]
+        trained = [*self.optimizer.pieces(), *averages]
+        if self.config.lora.is_on:
+            buffers = (chunk.trained_buffer_infos() for chunk in self.chunks)
+            return trained + _buffer_pieces(buffers)
+        buffers = (chunk.buffer_infos() for chunk in self.chunks)
+        return [*trained, *self.frozen.pieces(), *_buffer_pieces(buffers)]
+
+    def weights(self) -> list[ParamPiece]:
+        """List the weights of the model on this rank without adapters, as views to load into."""
+        buffers = _buffer_pieces(chunk.buffer_infos() for chunk in self.chunks)
+        pieces = [*self.optimizer.pieces(), *self.frozen.pieces(), *buffers]
+        return [without_state(piece) for piece in pieces if not is_adapter(piece.info.name)]
 
     def learning_rate(self, step: int, *, sample_offset: int = 0, token_offset: int = 0) -> float:
         """Compute the learning rate of step ``step``; see `OptimizerConfig.rate_of_run`."""
@@ -278,6 +295,19 @@ class Trainer:
         routes_padding = self.config.data.packing == "best_fit" and self.config.moe.num_experts > 0
         reads_documents = self.config.data.document_mask or routes_padding
         return counts_by_token or reads_documents or self.graphs is not None
+
+
+def without_state(piece: ParamPiece) -> ParamPiece:
+    """Return a piece with its values alone."""
+    return replace(piece, tensors={MAIN_PARAM: piece.tensors[MAIN_PARAM]})
+
+
+def _buffer_pieces(infos: Iterable[list[tuple[ParamInfo, Tensor]]]) -> list[ParamPiece]:
+    return [
+        ParamPiece(info=info, start=0, end=value.numel(), tensors={MAIN_PARAM: value})
+        for of_chunk in infos
+        for info, value in of_chunk
+    ]
 
 
 def build_trainer(
