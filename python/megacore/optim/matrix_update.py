@@ -96,9 +96,12 @@ class MatrixUpdate:
             None on CUDA.
         """
         for each in self._rounds:
-            updates = self._updates(self._directions(each, control), each)
-            for part, update in zip(each.parts, updates, strict=True):
-                part.move(update, control)
+            self._step_round(each, control)
+
+    def _step_round(self, each: _Round, control: Tensor) -> None:
+        updates = self._updates(self._directions(each, control), each)
+        for part, update in zip(each.parts, updates, strict=True):
+            part.move(update, control)
 
     def _directions(self, each: _Round, control: Tensor) -> Tensor:
         """Return the directions of this rank's elements, flat."""

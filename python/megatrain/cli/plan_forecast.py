@@ -36,6 +36,7 @@ _MEMORY = {
     "tp buffers": "b",
     "slots of clones": "s",
     "8-bit weights": "8",
+    "optimizer step": "o",
     "workspace": "w",
     "fragmentation": "f",
     "context": "c",

@@ -6,7 +6,6 @@ regions a rank has ``1 / tp`` of them with sequence parallelism. Times are secon
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from math import comb
 
@@ -19,42 +18,66 @@ class Cost:
     """Time of a part: forward, gradient of its input (with recomputation), gradient of weights.
 
     Attributes:
-        parts: The same time by kind, over all three passes.
+        kinds: The times of the three passes by kind.
     """
 
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kinds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def add(self, kind: str, forward: float, backward: float = 0.0, weight: float = 0.0) -> None:
         """Add a time of a kind."""
-        self.forward += forward
-        self.backward_input += backward
-        self.backward_weight += weight
-        self.parts[kind] += forward + backward + weight
+        before = self.kinds.get(kind, (0.0, 0.0, 0.0))
+        self.kinds[kind] = before[0] + forward, before[1] + backward, before[2] + weight
 
     def plus(self, other: Cost, times: float = 1.0) -> None:
         """Add another part ``times`` times."""
-        self.forward += times * other.forward
-        self.backward_input += times * other.backward_input
-        self.backward_weight += times * other.backward_weight
-        for kind, value in other.parts.items():
-            self.parts[kind] += times * value
+        for kind, (forward, backward, weight) in other.kinds.items():
+            self.add(kind, times * forward, times * backward, times * weight)
 
     def stretch(self, kind: str, total: float) -> None:
         """Lengthen all passes evenly to a total, and count the difference under a kind."""
         if total > self.total > 0:
-            factor = total / self.total
-            self.parts[kind] += total - self.total
-            self.forward *= factor
-            self.backward_input *= factor
-            self.backward_weight *= factor
+            more = total / self.total - 1
+            passes = self.forward, self.backward_input, self.backward_weight
+            self.add(kind, *(more * each for each in passes))
+
+    def trained(self, dense: float, experts: float, *, has_backward: bool = True) -> Cost:
+        """Return the time if parameters are frozen.
+
+        Args:
+            dense: Share of the parameters outside of experts that are trained.
+            experts: Share of the parameters of experts that are trained.
+            has_backward: Whether there is a backward pass at all.
+        """
+        found = Cost()
+        for kind, (forward, backward, weight) in self.kinds.items():
+            share = experts if kind == "experts" else dense
+            found.add(kind, forward, backward * has_backward, weight * share * has_backward)
+        return found
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Time by kind, over all passes."""
+        return {kind: sum(passes) for kind, passes in self.kinds.items()}
+
+    @property
+    def forward(self) -> float:
+        """Time of the forward pass."""
+        return sum(passes[0] for passes in self.kinds.values())
+
+    @property
+    def backward_input(self) -> float:
+        """Time of the gradient of the input."""
+        return sum(passes[1] for passes in self.kinds.values())
+
+    @property
+    def backward_weight(self) -> float:
+        """Time of the gradient of the weights."""
+        return sum(passes[2] for passes in self.kinds.values())
 
     @property
     def total(self) -> float:
         """Time of all passes."""
-        return self.forward + self.backward_input + self.backward_weight
+        return sum(map(sum, self.kinds.values()))
 
 
 @dataclass(frozen=True)
@@ -120,6 +143,26 @@ class LayerCosts:
         self.embedding = Cost()
         traffic = 2 * model.hidden_size * self.tokens / self.split / self.bandwidth
         self.embedding.add("elementwise", 2 * traffic, 0.0, 4 * traffic)
+
+        updates = spec.updates
+        if updates is not None:
+            self.embedding = self.embedding.trained(updates.embedding.dense, 1.0)
+            self.head = self.head.trained(updates.head.dense, 1.0)
+
+    def layer(self, index: int, *, is_first_stage: bool) -> Cost:
+        """Return the costs of a layer, in which parameters may be frozen.
+
+        In the first stage no gradient passes below the lowest trained parameters, except in
+        graphs; later stages return the gradient of their input in any case.
+        """
+        cost, updates = self.by_kind[self.model.moe_layers[index]], self.spec.updates
+        if updates is None:
+            return cost
+        part, is_below = updates.layers[index], index < updates.first_trained
+        has_backward = not (is_first_stage and is_below) or self.spec.graphs != "off"
+        if part.dense == part.experts == 1.0 and has_backward:
+            return cost
+        return cost.trained(part.dense, part.experts, has_backward=has_backward)
 
     # ---- parts ----
 
@@ -262,7 +305,8 @@ class LayerCosts:
         once = self._product(dispatched, experts, model.hidden_size, device.peak("bf16"))
         cost.add("gemm", once, once, once)
         if shared:
-            self._products(cost, ((2 * shared, model.hidden_size, True),))
+            wide = (2 if model.gated else 1) * shared
+            self._products(cost, ((wide, model.hidden_size, True),))
             self._products(cost, ((model.hidden_size, shared, True),), rows=True)
             self._tensor_exchange(cost)
         self._expert_exchange(cost, dispatched)

@@ -9,11 +9,14 @@ from functools import lru_cache
 from megacore.pipeline import ActionKind
 from megatrain.config.pipeline import SEARCHED
 from megatrain.plan.device import Device
+from megatrain.plan.matrix_time import matrix_bytes
 from megatrain.plan.schedules import ScheduleShape, cached_schedule, schedule_shape
 from megatrain.plan.spec import ModelSpec, RunSpec, loss_columns
-from megatrain.plan.step_time import stage_params
+from megatrain.plan.step_time import layers_of_stage, stage_params
 
 GIB = float(1 << 30)
+# Kinds of memory that is free outside of forward and backward passes.
+_OF_PASSES = ("activations", "logits", "transient", "tp buffers")
 
 
 def memory_unit(largest: float) -> tuple[str, int]:
@@ -99,7 +102,8 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
         experts = copies * (saved * h + wide * inner * model.expert_width)
         activation = copies * saved * model.expert_width
         permuted = copies * wide * h if spec.keeps_permuted else 0.0
-        shared = (2 * wide + saved) * model.moe.shared_ffn_hidden_size / t
+        shared_inner = 2 * wide if model.gated else wide
+        shared = (shared_inner + saved) * model.moe.shared_ffn_hidden_size / t
         mlp = experts + permuted + shared
     else:
         mlp = (2 * wide if model.gated else wide) * model.ffn_hidden_size / t
@@ -174,7 +178,8 @@ def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
     if moe:
         copies = model.moe.top_k / spec.tp * spec.load(model.moe.num_experts)
         experts = (2 if model.moe.gated else 1) * model.expert_width + model.hidden_size
-        inner += copies * experts + 2 * model.moe.shared_ffn_hidden_size / spec.tp
+        shared = (2 if model.gated else 1) * model.moe.shared_ffn_hidden_size / spec.tp
+        inner += copies * experts + shared
     else:
         inner += (2 if model.gated else 1) * model.ffn_hidden_size / spec.tp
     return spec.width * (inner + 2 * model.hidden_size)
@@ -262,6 +267,10 @@ def footprints(
             parts["tp buffers"] = 3 * 2 * tokens * model.hidden_size
         if spec.slots:
             parts["slots of clones"] = slot_bytes(model, spec)
+        layers = [i for stage in mine for i in layers_of_stage(model, counts, stage)]
+        passes = sum(parts.get(kind, 0.0) for kind in _OF_PASSES)
+        # The step of whole matrices runs when the activations are gone.
+        parts["optimizer step"] = max(0.0, matrix_bytes(spec, layers) - passes)
         parts["workspace"] = device.memory_workspace * sum(parts.values())
         found.append(
             Footprint(
@@ -293,12 +302,14 @@ def _state(
     model: ModelSpec, spec: RunSpec, counts: Sequence[int], mine: Sequence[int]
 ) -> dict[str, float]:
     sizes = [stage_params(model, spec, counts, stage) for stage in mine]
+    both = sum(map(sum, sizes))
+    sizes = [stage_params(model, spec, counts, stage, trained=True) for stage in mine]
     dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-    both, owned = dense + experts, spec.owned(dense, experts)
+    owned = spec.owned(dense, experts)
     if spec.zero < 3:
         return {
             "weights": spec.param_bytes * both,
-            "gradients": spec.grad_bytes * both,
+            "gradients": spec.grad_bytes * (dense + experts),
             "optimizer": spec.state_bytes * owned,
         }
     layer = sum(model.layer_params(any(model.moe_layers), spec.tp, spec.ep * spec.etp))

@@ -252,9 +252,9 @@ class _Pricer:
         # Share of the layers with and without experts.
         count = Counter(model.moe_layers)
         self.share = {moe: number / count.total() for moe, number in count.items()}
-        mean = Cost()
-        for moe, share in self.share.items():
-            mean.plus(costs.by_kind[moe], share)
+        mean, layers_in_all = Cost(), len(model.moe_layers)
+        for index in range(layers_in_all):
+            mean.plus(costs.layer(index, is_first_stage=False), 1 / layers_in_all)
         self.mean = mean
         depths = model.num_mtp_layers
         self.ends = costs.head.total * (1 + depths) / mean.total + depths
@@ -287,7 +287,8 @@ class _Pricer:
         fewer, held = _SCHEDULES[spec.schedule]
         bubble = (pp - 1) * (total - fewer * layers * mean.backward_weight) / spec.chunks
         counts = [max(1, round(model.num_layers / pp))] * pp
-        stage = Cost(forward, total - forward)
+        stage = Cost()
+        stage.add("layers", forward, total - forward)
         once_per_step = per_step(model, spec, device, counts, [stage] * pp, [0])
         seconds = m * busiest + max(0.0, bubble) + sum(once_per_step.values())
         flight = min(m, held * pp - (held - 1)) if pp > 1 else 1.0
@@ -306,7 +307,12 @@ class _Pricer:
             dense += layers * share * shared
             experts += layers * share * own
         dense += model.padded_vocab_size * model.hidden_size / spec.tp
-        state = (spec.param_bytes + spec.grad_bytes) * (dense + experts)
+        weights = spec.param_bytes * (dense + experts)
+        if spec.updates is not None:
+            parts = spec.updates.layers
+            dense *= sum(part.dense for part in parts) / len(parts)
+            experts *= sum(part.experts for part in parts) / len(parts)
+        state = weights + spec.grad_bytes * (dense + experts)
         state += spec.state_bytes * spec.owned(dense, experts) + self.slots
         last = max(self.working, self.logits) if spec.pp == 1 else self.working
         tensors = (state + flight * layers * self.kept + last) * (1 + device.memory_workspace)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megacore.optim.matrix_rule import MatrixRule
 from megatrain.config import EchoConfig, MLAConfig, MoEConfig
 from megatrain.config.schedule_file import ScheduleFile
 from megatrain.models.shape import block_columns
+from megatrain.plan.updates import Updates
 
 _NO_CLONES, _NO_LATENT, _NO_EXPERTS = EchoConfig(), MLAConfig(), MoEConfig()
 
@@ -193,7 +193,7 @@ class RunSpec:
         param_bytes: Bytes of a weight on every rank.
         grad_bytes: Bytes of a gradient.
         state_bytes: Bytes per weight of optimizer state.
-        matrix_rule: The optimizer, if it computes with whole matrices.
+        updates: Parameters that the optimizer updates. Default: AdamW for all.
         recompute: Parts that are recomputed: ``layer``, or parts as in ``train.recompute``. Of
             published runs also ``scores`` (of attention), ``kv_up`` (the projection of latents to
             keys and values), ``expert_activation`` and ``products`` (every second one).
@@ -245,7 +245,7 @@ class RunSpec:
     param_bytes: int = 2
     grad_bytes: int = 4
     state_bytes: float = 12
-    matrix_rule: MatrixRule | None = None
+    updates: Updates | None = None
     recompute: frozenset[str] = frozenset()
     recompute_keep: int = 0
     offload_layers: int = 0

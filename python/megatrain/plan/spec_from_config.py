@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megacore.optim.matrix_rule import MatrixRule
 from megatrain.config import Config, ResolvedConfig, layers_of_stages
 from megatrain.config.layers import stage_text
 from megatrain.config.resolved import ResolvedModelConfig, ResolvedMoEConfig
 from megatrain.plan.spec import ModelSpec, RunSpec
 from megatrain.plan.state import mean_sharded_bytes, memory_rows_of
+from megatrain.plan.updates import Updates
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -51,7 +51,6 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         "ep": pipeline.overlap_moe,
     }
     memory = next(iter(memory_rows_of(optimizer, dtype=train.dtype).values()))
-    rule = optimizer.rule()
     return RunSpec(
         gpus=gpus,
         tp=parallel.tp,
@@ -70,7 +69,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         param_bytes=memory.param_bytes,
         grad_bytes=memory.grad_bytes,
         state_bytes=mean_sharded_bytes(config),
-        matrix_rule=rule if isinstance(rule, MatrixRule) else None,
+        updates=Updates(config.model, moe, optimizer),
         recompute=train.recomputed,
         recompute_keep=train.recompute_keep,
         overlap=frozenset(name for name, on in overlap.items() if on),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,7 +50,7 @@ def stage_layers(model: ModelSpec, spec: RunSpec, layers: LayerCosts) -> tuple[i
     even, rest = divmod(model.num_layers, num_stages)
     if rest == 0 and not model.num_mtp_layers:
         return (even,) * num_stages
-    weights = [layers.by_kind[moe].total for moe in model.moe_layers[: model.num_layers]]
+    weights = [layers.layer(i, is_first_stage=False).total for i in range(model.num_layers)]
     typical = max(weights)
     end = layers.head.total * (1 + model.num_mtp_layers) + model.num_mtp_layers * typical
     low, high = max(weights), sum(weights) + end
@@ -94,9 +94,8 @@ def stage_costs(
         splits_backward = spec.schedule_file.splits_backward
     for stage, count in enumerate(counts):
         cost = Cost()
-        kinds = Counter(model.moe_layers[first : first + count])
-        for moe, number in kinds.items():
-            cost.plus(layers.by_kind[moe], number)
+        for index in range(first, first + count):
+            cost.plus(layers.layer(index, is_first_stage=stage == 0))
         first += count
         if stage == 0:
             cost.plus(layers.embedding)
@@ -104,8 +103,8 @@ def stage_costs(
             cost.plus(layers.head, 1 + model.num_mtp_layers)
             if splits_backward:
                 cost.add("head", 0.0, 0.0, (1 + model.num_mtp_layers) * layers.logits_again)
-            for moe in model.moe_layers[model.num_layers :]:
-                cost.plus(layers.by_kind[moe])
+            for index in range(model.num_layers, len(model.moe_layers)):
+                cost.plus(layers.layer(index, is_first_stage=False))
         if spec.pp > 1 and "pp" not in spec.overlap:
             shown = device.exposed_pp * message
             cost.add("pp", shown, shown)
@@ -184,26 +183,44 @@ def _chains(costs: list[float], schedule: Schedule) -> list[float]:
 
 
 def stage_params(
-    model: ModelSpec, spec: RunSpec, counts: Sequence[int], stage: int
+    model: ModelSpec, spec: RunSpec, counts: Sequence[int], stage: int, *, trained: bool = False
 ) -> tuple[float, float]:
-    """Return the weights of a stage on a rank: those of all tokens, and those of experts."""
-    first = sum(counts[:stage])
-    kinds = list(model.moe_layers[first : first + counts[stage]])
+    """Return the weights of a stage on a rank: those of all tokens, and those of experts.
+
+    Args:
+        model: Shape of the model.
+        spec: Layout.
+        counts: Layers of each stage.
+        stage: The stage.
+        trained: Leave out frozen ones.
+    """
+    updates = spec.updates if trained else None
     dense = experts = 0.0
     matrix = model.padded_vocab_size * model.hidden_size / spec.tp
-    last = stage == len(counts) - 1
+    by_kind = {
+        moe: model.layer_params(moe, spec.tp, spec.ep * spec.etp) for moe in set(model.moe_layers)
+    }
+    for index in layers_of_stage(model, counts, stage):
+        shared, own = by_kind[model.moe_layers[index]]
+        part = None if updates is None else updates.layers[index]
+        dense += shared * (1.0 if part is None else part.dense)
+        experts += own * (1.0 if part is None else part.experts)
     if stage == 0:
-        dense += matrix
-    if last:
-        kinds += model.moe_layers[model.num_layers :]
+        dense += matrix * (1.0 if updates is None else updates.embedding.dense)
+    if stage == len(counts) - 1:
+        share = 1.0 if updates is None else updates.head.dense
         dense += model.hidden_size + model.num_mtp_layers * model.mtp_params
         if not model.tie_embeddings or len(counts) > 1:
-            dense += matrix
-    for moe, number in Counter(kinds).items():
-        shared, own = model.layer_params(moe, spec.tp, spec.ep * spec.etp)
-        dense += number * shared
-        experts += number * own
+            dense += matrix * share
     return dense, experts
+
+
+def layers_of_stage(model: ModelSpec, counts: Sequence[int], stage: int) -> Sequence[int]:
+    """Return the layers of a stage; those for multi-token prediction are on the last one."""
+    first = sum(counts[:stage])
+    is_last = stage == len(counts) - 1
+    more = range(model.num_layers, len(model.moe_layers)) if is_last else range(0)
+    return [*range(first, min(first + counts[stage], model.num_layers)), *more]
 
 
 def per_step(
@@ -215,7 +232,7 @@ def per_step(
     rank_stages: Sequence[int],
 ) -> dict[str, float]:
     """Return the times that a pipeline rank spends once per step, outside of its schedule."""
-    sizes = [stage_params(model, spec, counts, stage) for stage in rank_stages]
+    sizes = [stage_params(model, spec, counts, stage, trained=True) for stage in rank_stages]
     dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
     groups = (
         (dense, link(device, spec.dp * spec.cp, min(spec.strides["cp"], spec.strides["dp"]))),
@@ -245,24 +262,18 @@ def per_step(
         )
     owned = spec.owned(dense, experts)
     resident = owned if spec.zero == 3 else dense + experts
-    traffic = owned * 32 + resident * 2 * spec.grad_bytes
+    # Weight, 16-bit copy and gradient, and the state: 32 bytes with AdamW.
+    per_weight = 32 if spec.updates is None else 16 + 2 * spec.updates.bytes_per_weight
+    traffic = owned * per_weight + resident * 2 * spec.grad_bytes
     bandwidth = device.peak_hbm * device.memory_bound_optimizer
     optimizer = traffic / bandwidth
-    if spec.matrix_rule is not None:
-        layers = [moe for stage in rank_stages for moe in _kinds(model, counts, stage)]
-        optimizer += matrix_time(model, spec, device, spec.matrix_rule, layers)
+    layers = [i for stage in rank_stages for i in layers_of_stage(model, counts, stage)]
+    optimizer += matrix_time(spec, device, layers)
     return {
         "dp": exposed,
         "optimizer": optimizer,
         "host_step": device.host_step_ms * 1e-3,
     }
-
-
-def _kinds(model: ModelSpec, counts: Sequence[int], stage: int) -> Sequence[bool]:
-    """Return whether each layer of a stage has experts."""
-    first = sum(counts[:stage])
-    last = None if stage == len(counts) - 1 else first + counts[stage]
-    return model.moe_layers[first:last]
 
 
 def _sharded_exchange(
