@@ -46,9 +46,10 @@ class ParamGradBuffer:
     ``param.grad``; so microbatches accumulate in ``grad_dtype``, regardless of the parameter's
     dtype.
 
-    Parameters of experts have their ``main_grad`` as an attribute: an operation may add to it
-    directly and return no gradient (see :func:`megacore.ops.grouped_gemm`). A backward pass that
-    visits a parameter without a gradient signals this.
+    Parameters of experts, and 16-bit ones with float32 gradients, have their ``main_grad`` as an
+    attribute: an operation may add to it directly and return no gradient (see
+    :func:`megacore.ops.grouped_gemm`). A backward pass that visits a parameter without a gradient
+    signals this.
 
     Calls of a step: :meth:`zero_grads`, forward and backward passes, :meth:`reduce_scatter_grads`
     (this rank's slice of each bucket then holds the mean over ``dp_group``), an optimizer that
@@ -152,8 +153,9 @@ class ParamGradBuffer:
         self._param_window = self._make_window(first.dtype) if distributed else None
         self.param_data = self._make_data(self._param_window, first.dtype)
         self._grads = self._make_data(self._grad_window, grad_dtype)
-        # Expert kernels add to ``param.main_grad`` directly, so it must be zeroed in time.
-        self._writes_directly = self.params[0][0].expert
+        # Products add to ``param.main_grad`` directly, so it must be zeroed in time.
+        is_wider = grad_dtype == torch.float32 and first.dtype.itemsize == 2
+        self._writes_directly = self.params[0][0].expert or is_wider
         # Stale entries hold values of an earlier step, which the first gradient overwrites.
         self._is_stale = [False] * len(self.params)
         self._has_grad = [False] * len(self.params)
@@ -367,6 +369,8 @@ class ParamGradBuffer:
         main_grad = self._view(self._grads, index)
         if self._writes_directly:
             param.main_grad = main_grad  # type: ignore[attr-defined]
+        else:
+            param.__dict__.pop("main_grad", None)  # of a previous buffer
         hook = _Accumulate(
             main_grad=main_grad,
             index=index,

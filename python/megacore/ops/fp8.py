@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from megacore.ops.gemm_cuda import launch_grouped, takes_fp8_kernels
 from megacore.ops.grouped_product import grouped_product
+from megacore.ops.linear import added_grad_of
 from megacore.ops.quantize import (
     BLOCK,
     quantize_blocks,
@@ -48,7 +49,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: ``(..., K)``, any float dtype, which is that of the result.
         weight: ``(..., K)``, whose first dimensions are flattened to N; the parameter itself, so
-            that its `RoundedWeight` is found.
+            that its `RoundedWeight` and its gradient buffer are found.
         bias: ``(N,)``, added in the dtype of ``x``.
 
     Sync:
@@ -56,7 +57,9 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     w_1NK = weight.flatten(0, -2)[None]
     rows, hints = x.reshape(-1, x.shape[-1]), (False, 0)
-    y: Tensor = _Product.apply(rows, w_1NK, None, None, hints, rounded_of(weight))  # type: ignore[no-untyped-call]
+    added = added_grad_of(weight)
+    main_grad = None if added is None else added[None]
+    y: Tensor = _Product.apply(rows, w_1NK, None, main_grad, hints, rounded_of(weight))  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], w_1NK.shape[1])
     return y if bias is None else y + bias
 

@@ -7,18 +7,25 @@ instructions for 16-bit numbers, torch's products of these take 4 to 80 times as
 float32; ours take as long as those. `megacore.qualification` measures both, for all ranks of a run,
 by size and dtype; before that, torch's are taken.
 
+Products of 16-bit weights add their gradient to ``main_grad`` of the parameter in float32, see
+`added_grad_of`: autograd would round it to 16 bits in each microbatch and move it once more.
+
 Shapes: M rows, N output features, K input features.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from megacore.ops import gemm
 from megacore.ops.grouped_product import grouped_product
 from megacore.ops.kernel_choice import LINEAR_MACS, NARROW_DTYPES, is_left, linear_names
+from megacore.ops.register import define_op
 
 # Least multiply-adds and names, the largest first.
 _SIZES = {
@@ -40,16 +47,94 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
 
-    Ours has no second derivative.
+    Ours has no second derivative, nor has one that adds to ``main_grad``.
     """
+    main_grad = added_grad_of(weight)
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
+    if main_grad is not None and torch.is_grad_enabled() and not is_observed():
+        added: Tensor = _AddsToMainGrad.apply(x, weight, bias, main_grad)  # type: ignore[no-untyped-call]
+        return added
     if is_observed() or not _is_ours(x, weight):
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
+
+
+def added_grad_of(weight: Tensor) -> Tensor | None:
+    """Return the float32 buffer ``(N, K)`` to which products of a weight add its gradient.
+
+    Autograd then gets none, as with `megacore.ops.grouped_gemm`. ``None`` for parameters that are
+    vectors, not of 16 bits or in no gradient buffer, and where ``add_weight_grad_`` is left to
+    torch: autograd gets the gradient, which the buffer adds.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+        >>> added_grad_of(weight) is None
+        True
+        >>> weight.main_grad = torch.zeros(2, 3)
+        >>> linear(torch.ones(1, 3, dtype=torch.bfloat16), weight).sum().backward()
+        >>> weight.main_grad.tolist(), weight.grad
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], None)
+    """
+    main_grad = gemm.main_grad_of(weight)
+    if main_grad is None or weight.dtype.itemsize != 2 or weight.dim() < 2:
+        return None
+    if not weight.requires_grad or is_left("add_weight_grad_", _kind_of(weight)):
+        return None
+    return main_grad.flatten(0, -2)
+
+
+def _kind_of(weight: Tensor) -> str:
+    return "cuda" if weight.is_cuda else "cpu"
+
+
+def add_weight_grad_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add ``grad.T @ x`` to ``main_grad``, in float32; not differentiable.
+
+    Args:
+        main_grad: ``(N, K)``, float32, contiguous.
+        grad: ``(M, N)``, bfloat16 or float16.
+        x: ``(M, K)``, dtype of ``grad``.
+
+    Sync:
+        None.
+    """
+    _add_weight_grad_(main_grad, grad, x)
+
+
+class _AddsToMainGrad(torch.autograd.Function):
+    """A linear layer whose backward pass adds the gradient of the weight to a buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not saved by autograd: other backward passes write to it in the meantime.
+        ctx.main_grad = main_grad
+        rows = x.reshape(-1, x.shape[-1])
+        if not _is_ours(rows, weight):
+            return nn.functional.linear(x, weight, bias)
+        y = grouped_product("forward", rows, weight[None], _one_group(rows))
+        y = y.view(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
+        # A split backward pass requests one of the two at a time.
+        if ctx.needs_input_grad[0]:
+            grad_x = multiply_input_grad(rows, weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            add_weight_grad_(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, None, grad_bias, None
 
 
 def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -76,13 +161,17 @@ def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def _is_ours(rows: Tensor, weight: Tensor) -> bool:
-    sizes = _SIZES.get(rows.dtype)
-    if not (sizes and rows.dtype == weight.dtype and rows.is_cpu and weight.is_contiguous()):
-        return False
-    num_macs = rows.shape[:-1].numel() * weight.numel()
-    for least, name in sizes:
-        if num_macs >= least:
-            return not is_left(name, "cpu")
+    fits = rows.dtype == weight.dtype and weight.is_contiguous()
+    return fits and _is_faster(rows, weight.numel())
+
+
+def _is_faster(rows: Tensor, num_weights: int) -> bool:
+    """Return whether our products of rows with a weight of a size are used on this processor."""
+    num_macs = rows.shape[:-1].numel() * num_weights
+    if rows.is_cpu:
+        for least, name in _SIZES.get(rows.dtype, ()):
+            if num_macs >= least:
+                return not is_left(name, "cpu")
     return False
 
 
@@ -91,6 +180,7 @@ def is_observed() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
     )
@@ -98,3 +188,43 @@ def is_observed() -> bool:
 
 def _one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.shape[0], dtype=torch.int64)
+
+
+def _add_reference_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add the product rounded to its dtype, as the hook of a gradient buffer does."""
+    main_grad.add_(grad.t() @ x)
+
+
+def _add_on_cpu_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    if is_left("add_weight_grad_", "cpu"):
+        _add_reference_(main_grad, grad, x)
+        return
+    for rows, inputs in ((grad, x), (grad.float(), x.float())):
+        if main_grad.is_contiguous() and _is_faster(rows, main_grad.numel()):
+            options: dict[str, Any] = {"out": main_grad[None], "accumulate": True}
+            grouped_product("weight_grad", rows, inputs, _one_group(x), **options)
+            return
+    # torch multiplies 16-bit floats more slowly than float32 on most CPUs, and rounds the result.
+    main_grad.addmm_(grad.float().t(), x.float())
+
+
+def _add_on_cuda_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    # torch takes a matrix of one row or column for a bias, and tunes no products of two dtypes.
+    fits = min(main_grad.shape) > 1 and not torch.cuda.tunable.is_enabled()
+    if not fits or grad.dtype.itemsize != 2 or is_left("add_weight_grad_", "cuda"):
+        _add_reference_(main_grad, grad, x)
+        return
+    torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+
+
+def _add_fake_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    del main_grad, grad, x
+
+
+_add_weight_grad_ = define_op(
+    "add_weight_grad_(Tensor(a!) main_grad, Tensor grad, Tensor x) -> ()",
+    cpu=_add_on_cpu_,
+    cuda=_add_on_cuda_,
+    fake=_add_fake_,
+)
+_add_weight_grad_.pass_autograd()

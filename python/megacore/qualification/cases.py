@@ -361,6 +361,14 @@ def _rounds_blocks(draw: Draw) -> Iterator[Call]:
         yield _op("quantize_blocks_"), [w, transposed, values.view(torch.uint8), scales]
 
 
+def _weight_grads(draw: Draw) -> Iterator[Call]:
+    if draw.dtype == torch.float32:  # whose gradients go to autograd
+        return
+    tokens, width, mlp = draw.sizes.tokens, draw.sizes.width, draw.sizes.mlp
+    arguments = [draw.wide(mlp, width), draw.normal(tokens, mlp), draw.normal(tokens, width)]
+    yield _op("add_weight_grad_"), arguments
+
+
 def _adamw(draw: Draw) -> Iterator[Call]:
     numel = draw.sizes.tokens * draw.sizes.width
     state = [draw.wide(numel), draw.wide(numel), draw.wide(numel), draw.wide(numel).abs()]
@@ -485,6 +493,7 @@ _DENSE: Mapping[str, Callable[[Draw], Iterator[Call]]] = MappingProxyType(
         "norm_and_rotate": _normed,
         "norm_and_rotate_backward": _normed_grads,
         "counter_dropout": _dropout,
+        "add_weight_grad_": _weight_grads,
         "adamw_step_": _adamw,
         "decide_step_": _decisions,
         "sum_of_squares": _squares,

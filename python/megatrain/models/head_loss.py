@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.ops.linear import multiply_, multiply_input_grad, multiply_weight_grad_
+from megacore.ops.linear import (
+    add_weight_grad_,
+    added_grad_of,
+    multiply_,
+    multiply_input_grad,
+    multiply_weight_grad_,
+)
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 
@@ -49,7 +55,8 @@ def head_token_losses(
 
     Args:
         x_SBH: ``(S, B, H)``, the same on every rank, any float dtype.
-        weight_RH: This rank's rows, ``(R, H)``.
+        weight_RH: This rank's rows, ``(R, H)``; the parameter itself, whose ``main_grad`` may get
+            the gradient directly, see `added_grad_of`.
         labels_SB: Global token ids, ``(S, B)``, int64, see `token_losses`.
         num_columns: Rows that are not padding, V; may be 0.
         columns: C.
@@ -72,7 +79,15 @@ def head_token_losses(
         '1.3863'
     """
     result: Tensor = _HeadTokenLosses.apply(  # type: ignore[no-untyped-call]
-        x_SBH, weight_RH, labels_SB, num_columns, columns, first_column, softcap, group
+        x_SBH,
+        weight_RH,
+        added_grad_of(weight_RH),
+        labels_SB,
+        num_columns,
+        columns,
+        first_column,
+        softcap,
+        group,
     )
     return result
 
@@ -83,6 +98,7 @@ class _HeadTokenLosses(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        main_grad: Tensor | None,
         labels: Tensor,
         num_columns: int,
         columns: int,
@@ -90,6 +106,8 @@ class _HeadTokenLosses(torch.autograd.Function):
         softcap: float | None,
         group: Group,
     ) -> Tensor:
+        # Not saved by autograd: other backward passes write to it in the meantime.
+        ctx.main_grad = main_grad
         blocks = _Blocks(x, weight, labels - first_column, num_columns, columns, softcap)
         maximum = blocks.per_token(-torch.inf)
         total, label_logit = blocks.per_token(0.0), blocks.per_token(0.0)
@@ -119,7 +137,8 @@ class _HeadTokenLosses(torch.autograd.Function):
         # A split backward pass requests one of the two at a time.
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.zeros_like(blocks.x, dtype=log_sum.dtype) if needs_x else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
+        main_grad = ctx.main_grad
+        grad_weight = torch.empty_like(weight) if needs_weight and main_grad is None else None
         for logits, narrow, column, here, rows in blocks.logits():
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             logits.sub_(log_sum[:, None]).exp_().mul_(scale[:, None])
@@ -131,11 +150,13 @@ class _HeadTokenLosses(torch.autograd.Function):
                 grad_x += multiply_input_grad(grad_logits, weight[rows])
             if grad_weight is not None:
                 multiply_weight_grad_(grad_weight[rows], grad_logits, blocks.x)
+            elif needs_weight:
+                add_weight_grad_(main_grad[rows], grad_logits, blocks.x)
         if grad_x is not None:
             grad_x = grad_x.to(x.dtype).view(x.shape)
         if grad_weight is not None:
             grad_weight[num_columns:].zero_()
-        return grad_x, grad_weight, None, None, None, None, None, None
+        return grad_x, grad_weight, *(None,) * 7
 
 
 class _Blocks:

@@ -190,10 +190,13 @@ def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
     columns = model.padded_vocab_size / spec.tp
     block = loss_columns(model, spec)
     if block is not None:
-        # The sum of exponentials and the labels; at the peak also the gradients of both inputs.
+        # The sum of exponentials and the labels; at the peak also the gradients of both inputs,
+        # but that of the weight where products add it to a wider buffer.
         logits = 4 if spec.precision == "fp32" else 6
         tokens = spec.microbatch * model.seq_length / spec.cp
         weight = spec.width * columns * model.hidden_size / tokens
+        if spec.width < spec.grad_bytes:
+            weight = 0.0
         return 12, 12 + logits * block + 4 * model.hidden_size + weight
     peak = {"fused": 4, "unfused": 10, "eager": 14}[spec.loss]
     if spec.precision == "fp32" and spec.loss == "unfused":

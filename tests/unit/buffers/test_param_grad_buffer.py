@@ -9,6 +9,7 @@ from torch import nn
 
 from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.buffers.options import BufferOptions
+from megacore.ops.linear import linear
 from megacore.parallel import Group, ProcessGroups
 from megacore.parallel.param_info import ParamInfo
 
@@ -175,3 +176,34 @@ def test_names_and_shapes_must_be_those_of_the_parameters() -> None:
         with pytest.raises(ValueError, match=r"w is \(2, 4\), but its full_shape is"):
             make(ParamInfo(name="w", full_shape=full_shape, tp_dim=tp_dim))
     make(ParamInfo(name="w", full_shape=(2, 8), tp_dim=1))
+
+
+def test_products_and_hooks_add_to_one_gradient_of_a_tied_weight() -> None:
+    """Products of 16-bit weights add to main_grad themselves; the hook adds the embedding's."""
+    weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    buffer = ParamGradBuffer([(info(weight, "w"), weight)], dp_group=Group.solo())
+    seen: list[int] = []
+    buffer.on_grad(seen.append)
+    for number in range(1, 3):
+        words = nn.functional.embedding(torch.tensor([0, 1, 1]), weight)
+        linear(words.detach(), weight).sum().backward(retain_graph=True)
+        (linear(words.detach(), weight).sum() + words.sum()).backward()
+        assert seen == [0] * 2 * number
+        once = torch.tensor([[7.0, 7.0], [8.0, 8.0], [6.0, 6.0]])
+        assert torch.equal(buffer.main_grad(0), number * once)
+        assert weight.grad is None
+    assert buffer.missing_grads() == []
+    buffer.zero_grads()
+    assert not buffer.main_grad(0).any()
+    assert buffer.missing_grads() == ["w"]
+
+
+def test_a_narrow_buffer_takes_gradients_from_autograd() -> None:
+    weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    wide = ParamGradBuffer([(info(weight, "w"), weight)], dp_group=Group.solo())
+    narrow = ParamGradBuffer(
+        [(info(weight, "w"), weight)], dp_group=Group.solo(), grad_dtype=torch.bfloat16
+    )
+    linear(torch.ones(1, 2, dtype=torch.bfloat16), weight).sum().backward()
+    assert not wide.main_grad(0).any()
+    assert narrow.main_grad(0).eq(1).all()

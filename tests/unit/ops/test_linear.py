@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.library import opcheck
 
 from megacore.ops import linear as module
 from megacore.ops.kernel_choice import LINEAR_MACS, leaving, linear_names
 from megacore.ops.linear import linear, multiply_, multiply_input_grad, multiply_weight_grad_
+from megacore.ops.split_backward import backward_input
 
 
 @pytest.fixture(params=[(), tuple(LINEAR_MACS)], ids=["ours", "torch"])
@@ -154,3 +157,89 @@ def test_compiled_transformed_and_cast_products_are_torchs() -> None:
 def test_empty_inputs_have_empty_or_zero_results() -> None:
     assert linear(torch.ones(0, 3, 5), torch.ones(4, 5)).shape == (0, 3, 4)
     assert torch.equal(linear(torch.ones(2, 0), torch.ones(4, 0)), torch.zeros(2, 4))
+
+
+def with_main_grad(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    weight = nn.Parameter(random(*shape).to(dtype))
+    weight.main_grad = torch.ones(shape)  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gradient_of_a_narrow_weight_is_added_in_float32(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    weight, x = with_main_grad(2, 64, 96, dtype=dtype), random(17, 5, 96).to(dtype)
+    offset = random(128).to(dtype) if bias else None
+    leaves = [t.requires_grad_() for t in (x, offset) if t is not None]
+    grad = random(17, 5, 128).to(dtype)
+    y = linear(x, weight, offset)
+    found = torch.autograd.grad(y, [*leaves, weight], grad, allow_unused=True)
+    flat = weight.detach().flatten(0, 1).requires_grad_()
+    z = nn.functional.linear(x, flat, offset)
+    assert torch.equal(y, z)
+    for one, other in zip(found, torch.autograd.grad(z, leaves, grad), strict=False):
+        assert torch.equal(one, other)
+    assert found[-1] is None
+    product = grad.double().view(-1, 128).t() @ x.detach().double().view(-1, 96)
+    torch.testing.assert_close(
+        weight.main_grad.double(), 1 + product.view(2, 64, 96), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_small_gradients_are_not_lost_beside_large_ones() -> None:
+    weight = with_main_grad(1, 1)
+    x = torch.tensor([[256.0], [0.5]], dtype=torch.bfloat16)
+    linear(x, weight).sum().backward()
+    assert weight.main_grad.item() == 257.5  # 258 if the product were rounded
+
+
+def test_a_visit_without_a_gradient_is_the_signal() -> None:
+    weight, visits = with_main_grad(4, 8), []
+    weight.register_post_accumulate_grad_hook(lambda each: visits.append(each.grad))
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    (linear(x, weight) + linear(2 * x, weight)).sum().backward()
+    assert visits == [None]
+    assert weight.main_grad.eq(1 + 9).all()
+
+
+def test_halves_of_a_backward_pass_add_once() -> None:
+    weight, x = with_main_grad(4, 8), torch.ones(3, 8, dtype=torch.bfloat16).requires_grad_()
+    y = linear(x.clone(), weight)
+    grad, later = backward_input(get_gradient_edge(y.sum()), None, x)
+    assert grad is not None
+    assert weight.main_grad.eq(1).all()
+    later.run()
+    assert weight.main_grad.eq(1 + 3).all()
+
+
+@pytest.mark.parametrize("reason", ["left to torch", "float32", "no gradient buffer", "frozen"])
+def test_other_gradients_go_to_autograd(reason: str) -> None:
+    dtype = torch.float32 if reason == "float32" else torch.bfloat16
+    weight, x = with_main_grad(4, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype).requires_grad_()
+    if reason == "no gradient buffer":
+        del weight.main_grad
+    weight.requires_grad_(reason != "frozen")
+    with leaving(["add_weight_grad_"] if reason == "left to torch" else [], "cpu"):
+        linear(x, weight).sum().backward()
+    if reason == "frozen":
+        assert weight.grad is None
+    else:
+        assert weight.grad is not None
+        assert weight.grad.eq(3).all()
+    if reason != "no gradient buffer":
+        assert weight.main_grad.eq(1).all()
+
+
+def test_transformed_and_compiled_calls_return_the_gradient() -> None:
+    weight, x = with_main_grad(4, 8), torch.ones(3, 8, dtype=torch.bfloat16)
+    found = torch.func.grad(lambda w: linear(x, w).sum())(weight)
+    assert found.eq(3).all()
+    assert weight.main_grad.eq(1).all()
+
+
+def test_torch_finds_no_fault_in_the_operation() -> None:
+    arguments = torch.ones(4, 8), torch.ones(3, 4).bfloat16(), torch.ones(3, 8).bfloat16()
+    opcheck(torch.ops.megacore.add_weight_grad_.default, arguments)
