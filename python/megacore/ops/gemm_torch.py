@@ -22,10 +22,17 @@ def has_grouped_mm(x: Tensor, num_experts: int, out_features: int, in_features: 
 
     Elsewhere (fp16, other GPUs) ``torch._grouped_mm`` is a loop that copies counts to the host.
     """
+    return has_grouped_mm_on(x.device, x.dtype, num_experts, out_features, in_features)
+
+
+def has_grouped_mm_on(
+    device: torch.device, dtype: torch.dtype, num_experts: int, out_features: int, in_features: int
+) -> bool:
+    """Answer as `has_grouped_mm`, for tensors of a device and dtype."""
     return (
         hasattr(torch, "_grouped_mm")
-        and x.dtype == torch.bfloat16
-        and (not x.is_cuda or device_facts(x.device).capability[0] in (9, 10))
+        and dtype == torch.bfloat16
+        and (device.type != "cuda" or device_facts(device).capability[0] in (9, 10))
         and 0 < num_experts <= MAX_EXPERTS
         and all(size > 0 and size % 8 == 0 for size in (out_features, in_features))
     )

@@ -28,13 +28,15 @@ from megacore.graphs import (
 )
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.gemm_cuda import grouped_obstacle
+from megacore.ops.gemm_torch import has_grouped_mm_on
+from megacore.ops.kernel_choice import is_left
 from megacore.optim import StepResult
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline import ActionRecorder, Program
 from megacore.pipeline.executor import ActivationSpec
 from megatrain.config import ResolvedConfig
-from megatrain.config.graph_rules import graph_scopes
+from megatrain.config.graph_rules import graph_problems, graph_scopes
 from megatrain.models.captured import captured_parts, random_uses, transformer_layers
 from megatrain.models.gpt import GPTChunk
 from megatrain.plan.graph_memory import (
@@ -98,6 +100,26 @@ class StepGraphs:
         self.notes: list[str] = []
         self.predicted: GraphBytes | None = None
         self.measured: GraphBytes | None = None
+
+    def leave_out_experts(self) -> tuple[str, ...]:
+        """Capture less if the products of captured experts are left to torch, with the host.
+
+        Call it when the choice of kernels is final; else the first capture does.
+
+        Returns:
+            A note if so.
+        """
+        reason = _experts_obstacle(self._config, self._device)
+        if reason is None or self._gave_up:
+            return ()
+        asked = self._settings
+        reduced = _without_experts(self._config)
+        if reduced is None:
+            self._gave_up, left = True, "the run goes on without graphs"
+        else:
+            self._config, self._settings = reduced, reduced.graphs
+            left = f"graphs capture {', '.join(graph_scopes(reduced))}"
+        return (f'graphs.mode = "{asked.mode}" cannot capture the experts: {reason}; {left}',)
 
     @property
     def partial(self) -> PartialGraphs | None:
@@ -211,6 +233,9 @@ class StepGraphs:
     # ---- capture ---------------------------------------------------------------------------------
 
     def _capture(self, signature: CaptureSignature, batches: Sequence[Microbatch]) -> None:
+        self.notes += self.leave_out_experts()
+        if self._gave_up:
+            return
         # A step that fails the prediction also fails the capture, with a better error message.
         with suppress(RuntimeError):
             self.predicted = predict_graphs(self._config, self._program)
@@ -423,25 +448,48 @@ def _inputs_of(batches: Sequence[Microbatch]) -> list[Tensor]:
 
 
 def _check_experts(config: ResolvedConfig, device: torch.device) -> None:
-    """Check that captured experts have a grouped kernel: without it the host reads row counts.
+    """Check that captured experts have a grouped kernel, or had one before it was replaced.
 
     Raises:
         ConfigError: If not, with the reason.
     """
-    moe, graphs = config.moe, config.graphs
-    if device.type != "cuda" or moe.num_experts == 0:
-        return
-    if not graphs.is_full and "moe" not in graph_scopes(config):
-        return
-    width = moe.ffn_hidden_size // config.parallel.etp
-    reason = grouped_obstacle(
-        device, moe.num_experts // config.parallel.ep, config.model.hidden_size, width
-    )
-    if reason is not None:
+    reason = _experts_obstacle(config, device)
+    if reason is not None and not is_left("grouped_product", "cuda"):
         raise ConfigError(
-            f'graphs.mode = "{graphs.mode}" captures the experts, which needs the grouped kernel: '
-            f"{reason}; or leave moe out of graphs.scopes"
+            f'graphs.mode = "{config.graphs.mode}" captures the experts, which needs the grouped '
+            f"kernel: {reason}; or leave moe out of graphs.scopes"
         )
+
+
+def _experts_obstacle(config: ResolvedConfig, device: torch.device) -> str | None:
+    """Return why captured experts would wait for the host, which reads row counts, or ``None``."""
+    moe = config.moe
+    if device.type != "cuda" or moe.num_experts == 0:
+        return None
+    if not config.graphs.is_full and "moe" not in graph_scopes(config):
+        return None
+    width = moe.ffn_hidden_size // config.parallel.etp
+    sizes = moe.num_experts // config.parallel.ep, config.model.hidden_size, width
+    reason = grouped_obstacle(device, *sizes)
+    dtype = getattr(torch, config.train.dtype)
+    # Products of clones have no other kernel that reads the counts on the device.
+    if reason is None or (not config.has_clones and has_grouped_mm_on(device, dtype, *sizes)):
+        return None
+    return reason
+
+
+def _without_experts(config: ResolvedConfig) -> ResolvedConfig | None:
+    """Return the configuration with captures of layers up to their experts, if that is legal."""
+    graphs = config.graphs
+    kept: list[str] = [name for name in graphs.scopes if name != "moe"]
+    preprocess = [] if config.has_clones else ["moe_preprocess"]
+    choices: list[list[str]] = [[*kept, "moe_router", *preprocess], *([kept] if kept else [])]
+    for scopes in [[]] if graphs.is_full else choices:  # by default, what has no host sync
+        changes = {"mode": "partial", "scopes": scopes}
+        reduced = config.model_copy(update={"graphs": graphs.model_copy(update=changes)})
+        if not any(graph_problems(reduced, str)):
+            return reduced
+    return None
 
 
 def _digest(config: ResolvedConfig) -> str:

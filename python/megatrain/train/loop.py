@@ -105,6 +105,8 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             base, of_base = load_base(trainer, given, adapters=found.path)
             trainer, notes = replace(trainer, base=base), notes + of_base
         trainer, start, resumed = resume_run(trainer, found, control, callbacks)
+        if trainer.graphs is not None:  # the choice of kernels is final
+            notes += trainer.graphs.leave_out_experts()
         if weights is not None:
             notes += load_initial_weights(trainer, weights)
             check_references(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -18,10 +18,13 @@ from megacore.graphs.layer import CapturedLayer
 from megacore.graphs.replay import GraphedCallable
 from megacore.moe.dispatchers import LocalDispatcher
 from megacore.ops.counter_random import StepKeys
+from megacore.ops.cuda_module import DeviceFacts, assume_device
+from megacore.ops.kernel_choice import leaving
 from megacore.optim import DistributedOptimizer
 from megacore.parallel.batch import Microbatch
 from megacore.pipeline import ActionRecorder, build_schedule
-from megatrain.config import Config
+from megatrain.config import Config, ResolvedConfig
+from megatrain.config.graph_rules import graph_scopes
 from megatrain.models.layers import ResidualDropout
 from megatrain.train import graphs as graphs_of_steps
 from megatrain.train.trainer import Trainer
@@ -431,6 +434,77 @@ def test_settings_that_do_not_go_together(
 def test_scopes_that_do_not_go_together(scopes: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(graphs={"mode": "partial", "scopes": scopes.split(",")})
+
+
+REPLACED = "our grouped products are left out, see run.kernels"
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "left"),
+    [
+        (FULL, {}, "graphs capture attn, moe_router, moe_preprocess"),
+        (WITH_STEP, {}, "graphs capture attn, moe_router, moe_preprocess"),
+        ({"mode": "partial", "scopes": ["moe"]}, {}, "graphs capture moe_router, moe_preprocess"),
+        (
+            {"mode": "partial", "scopes": ["attn", "moe"]},
+            {"recompute": ["moe"]},
+            "graphs capture attn",
+        ),
+        (FULL, {"recompute": ["full"]}, "the run goes on without graphs"),
+    ],
+)
+def test_replaced_products_of_captured_experts_leave_them_out(
+    settings: dict[str, Any], train: dict[str, Any], left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def obstacle(config: ResolvedConfig, device: torch.device) -> str | None:
+        del device
+        captures = config.graphs.is_full or "moe" in graph_scopes(config)
+        return REPLACED if captures else None
+
+    expected = run(make_trainer(None, moe=STATIC, train=train))
+    trainer, other = (make_trainer(settings, moe=STATIC, train=train) for _ in range(2))
+    assert trainer.graphs is not None
+    assert other.graphs is not None
+    monkeypatch.setattr(graphs_of_steps, "_experts_obstacle", obstacle)
+    [note] = trainer.graphs.leave_out_experts()
+    assert note == (
+        f'graphs.mode = "{settings["mode"]}" cannot capture the experts: {REPLACED}; {left}'
+    )
+    assert trainer.graphs.leave_out_experts() == ()
+    assert run(trainer) == expected
+    assert (trainer.graphs.partial is not None) == left.startswith("graphs")
+    run(other, steps=2)
+    assert note in other.graphs.take_notes(), "the capture decides if nothing else did"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_left", "outcome"),
+    [
+        ((9, 0), "bfloat16", True, "captured"),  # by torch's kernel
+        ((9, 0), "float16", True, "left out"),
+        ((8, 0), "bfloat16", True, "left out"),
+        ((8, 0), "bfloat16", False, "refused"),
+    ],
+)
+def test_only_replaced_products_are_worked_around(
+    capability: tuple[int, int], dtype: str, is_left: bool, outcome: str
+) -> None:
+    config, device = (
+        make_trainer(moe={**STATIC, "ffn_hidden_size": 16}).config,
+        torch.device("cuda"),
+    )
+    changes = {
+        "graphs": config.graphs.model_copy(update=FULL),
+        "train": config.train.model_copy(update={"dtype": dtype}),
+    }
+    config = config.model_copy(update=changes)
+    left = ["grouped_product"] if is_left else []
+    with assume_device(DeviceFacts(capability=capability)), leaving(left, "cuda"):
+        refused = pytest.raises(ConfigError, match="captures the experts, which needs the grouped")
+        with refused if outcome == "refused" else nullcontext():
+            graphs_of_steps._check_experts(config, device)
+        reason = graphs_of_steps._experts_obstacle(config, device)
+    assert (reason is None) == (outcome == "captured")
 
 
 @pytest.mark.parametrize("settings", [FULL, {"mode": "partial", "scopes": ["moe"]}])
