@@ -178,12 +178,11 @@ def _kernels(index: int) -> str:
     import torch
 
     from megacore.ops.cuda_module import KernelBuild, device_facts
-    from megacore.ops.gemm_torch import has_grouped_mm
+    from megacore.ops.gemm_torch import has_grouped_mm_on
     from megacore.ops.kernel_facts import kernel_text
 
     device = torch.device("cuda", index)
-    probe = torch.empty(0, dtype=torch.bfloat16, device=device)
-    has_torch = has_grouped_mm(probe, 1, 8, 8)
+    has_torch = has_grouped_mm_on(device, torch.bfloat16, 1, 8, 8)
     return kernel_text(KernelBuild.here(), device_facts(device), has_torch_grouped=has_torch)
 
 

@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from megacore.ops.cuda_module import DeviceFacts, assume_device
 
 _ATEN = torch.ops.aten
-# Compute capability by the name of a calibration.
+# Compute capability by the name of a device; most are names of calibrations too.
 CAPABILITIES = {
     "a100": (8, 0),
     "a100-40": (8, 0),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
     "h100": (9, 0),
     "h100-500w": (9, 0),
     "h200": (9, 0),
@@ -26,6 +28,7 @@ CAPABILITIES = {
     "gb200": (10, 0),
     "b300": (10, 3),
     "gb300": (10, 3),
+    "rtx5090": (12, 0),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from megacore.host_values import HostRead
 from megatrain.dry_run.run import CudaCheck, DryRun, StepCosts
 from megatrain.plan.footprint import memory_text
 
@@ -42,6 +43,9 @@ def _cuda_lines(check: CudaCheck | None) -> list[str]:
         return [f"error       on {what}: {check.error}"]
     return [
         f"device      {what}: forward passes and an update, {check.num_operations:,} operations",
+        f"kernels     {check.kernels}",
+        *(f"note        {note}" for note in check.notes),
+        *_read_lines(check.reads),
         *(f"host sync   {number:,} times {sync}" for sync, number in check.syncs.items()),
     ]
 
@@ -119,14 +123,17 @@ def ranges(layers: Iterable[str]) -> list[str]:
 
 
 def _sync_lines(costs: StepCosts) -> list[str]:
-    lines = [
-        f"host reads  {number:,} of the {read.name} ({read.place})"
-        for read, number in costs.reads.items()
-    ]
-    return lines + [
+    return _read_lines(costs.reads) + [
         f"host sync   {number:,} times {sync}; read values by megacore.host_values, outside of "
         "passes"
         for sync, number in costs.syncs.items()
+    ]
+
+
+def _read_lines(reads: Mapping[HostRead, int]) -> list[str]:
+    return [
+        f"host reads  {number:,} of the {read.name} ({read.place})"
+        for read, number in reads.items()
     ]
 
 

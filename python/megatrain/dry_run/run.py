@@ -28,6 +28,7 @@ from megatrain.dry_run.tracker import (
 from megatrain.dry_run.world import fake_world, same_data
 from megatrain.plan.compare_run import predicted_tensors
 from megatrain.plan.layout import make_topology
+from megatrain.train.kernels import gpu_kernels, kernel_notes
 from megatrain.train.trainer import Trainer, build_trainer
 from megatrain.train.watch import RunWatch
 
@@ -80,14 +81,20 @@ class CudaCheck:
         device: Name of the device.
         capability: Its compute capability.
         num_operations: Operations of torch that ran.
+        reads: As in `StepCosts`.
         syncs: As in `StepCosts`.
+        kernels: Kernels of this installation that the device runs.
+        notes: Notes at the start of a run on products that are slower than they could be.
         error: The first error with its place; ``None`` without one.
     """
 
     device: str
     capability: tuple[int, int]
     num_operations: int
+    reads: Mapping[HostRead, int]
     syncs: Mapping[str, int]
+    kernels: str
+    notes: tuple[str, ...]
     error: str | None
 
     @property
@@ -212,7 +219,8 @@ def measure_steps(
 
 def check_cuda(config: ResolvedConfig, world_size: int, rank: int, device: str) -> CudaCheck:
     """Build a rank on CUDA tensors without values, and run its forward passes and an update."""
-    tracker, error = StepTracker("cuda"), None
+    tracker, error, kernels = StepTracker("cuda"), None, ""
+    notes: tuple[str, ...] = ()
     # Forward passes are those of a validation. Graphs would need the kernels of a GPU.
     config = changed_section(
         config,
@@ -233,6 +241,8 @@ def check_cuda(config: ResolvedConfig, world_size: int, rank: int, device: str) 
                 )
                 tracker.clear()
                 tracker.name_params(_named_tensors(trainer))
+                kernels = gpu_kernels(config.train, trainer.chunks, place)
+                notes = kernel_notes(config.train, trainer.chunks, device=place)
                 trainer.evaluate()
                 trainer.optimizer.zero_grads()
                 trainer.optimizer.step(lr=trainer.learning_rate(0))
@@ -242,7 +252,10 @@ def check_cuda(config: ResolvedConfig, world_size: int, rank: int, device: str) 
         device=device,
         capability=capability,
         num_operations=sum(tracker.operations.values()),
+        reads=Counter(tracker.reads),
         syncs=Counter(tracker.syncs),
+        kernels=kernels,
+        notes=notes,
         error=error,
     )
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from megacore.moe.experts import GroupedExperts
 from megacore.ops.cuda_module import KernelBuild, device_facts, runs_kernels
-from megacore.ops.gemm_torch import has_grouped_mm
+from megacore.ops.gemm_cuda import grouped_obstacle
+from megacore.ops.gemm_torch import has_grouped_mm_on
 from megacore.ops.kernel_facts import Fp8Products, kernel_text
 from megacore.parallel.process_groups import Group
 from megacore.qualification import KernelChoice, Sizes, choose_kernels
@@ -79,19 +81,23 @@ def kernel_environment(
     found: dict[str, str] = {"back ends": backend}
     if device.type == "cpu" or (device.type == "cuda" and runs_kernels(device)):
         found["choice of kernels"] = choice.text()
-    products = _fp8_products(train, chunks)
-    fp8 = None if products is None else products.text()
     if device.type != "cuda":
-        return found | ({} if fp8 is None else {"fp8": fp8})
-    probe = torch.empty(0, dtype=torch.bfloat16, device=device)
-    found["kernels"] = kernel_text(
-        KernelBuild.here(),
-        device_facts(device),
-        has_torch_grouped=has_grouped_mm(probe, 1, 8, 8),
-        fp8=fp8,
-    )
+        products = _fp8_products(train, chunks)
+        return found | ({} if products is None else {"fp8": products.text()})
+    found["kernels"] = gpu_kernels(train, chunks, device)
     nccl = torch.cuda.nccl.version() if found["back ends"] == "nccl" else None  # type: ignore[no-untyped-call]
     return found | gpu_versions(toolkit=torch.version.cuda, driver=_driver(), nccl=nccl)
+
+
+def gpu_kernels(train: ResolvedTrainConfig, chunks: Sequence[Stage], device: torch.device) -> str:
+    """Describe the kernels that a GPU runs, in one line; see `kernel_text`."""
+    products = _fp8_products(train, chunks)
+    return kernel_text(
+        KernelBuild.here(),
+        device_facts(device),
+        has_torch_grouped=has_grouped_mm_on(device, torch.bfloat16, 1, 8, 8),
+        fp8=None if products is None else products.text(),
+    )
 
 
 def gpu_versions(
@@ -139,7 +145,24 @@ def kernel_notes(
             'products are in full float32; train.dtype = "bfloat16" is faster, and so is '
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which rounds their factors to TF32",
         )
-    return notes
+    return notes if device.type != "cuda" else notes + _expert_notes(train, chunks, device)
+
+
+def _expert_notes(
+    train: ResolvedTrainConfig, chunks: Sequence[Stage], device: torch.device
+) -> tuple[str, ...]:
+    """Return a note if products of experts read row counts on the host."""
+    dtype = getattr(torch, train.dtype)
+    for experts in (part for chunk in chunks for part in chunk.modules()):
+        if not isinstance(experts, GroupedExperts):
+            continue
+        num, hidden, width = experts.fc2.shape
+        reason = grouped_obstacle(device, num, hidden, width)
+        if dtype == torch.float32:
+            reason = "there are no grouped products of float32"
+        if reason is not None and not has_grouped_mm_on(device, dtype, num, hidden, width):
+            return (f"products of experts run one by one and wait for the GPU: {reason}",)
+    return ()
 
 
 def _fp8_products(train: ResolvedTrainConfig, chunks: Sequence[Stage]) -> Fp8Products | None:
