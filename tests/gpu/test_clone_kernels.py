@@ -216,6 +216,49 @@ def test_a_captured_exchange_follows_changing_plans() -> None:
     team.check()
 
 
+@pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+def test_weights_are_pushed_while_gradients_are_collected(shapes: Shapes) -> None:
+    """On two streams at the same time, as those of two microbatches are.
+
+    Blocks of both kernels count their arrivals at slots of the same number, and the last one sets
+    a flag: with one counter for both, a flag comes too early or never.
+    """
+    team, num_clones = Team(4, shapes), 0
+    hold = getattr(torch._C, "_cuda_sleep", None)
+    for round_ in range(3 if hold is None else 50):
+        pushed, offered = random_plan(4, round_), random_plan(4, 1000 + round_)
+        homes = {p: team.homes(round_, p) for p in (FC1, FC2)}
+        grads = {p: team.clone_grads(round_, p) for p in (FC1, FC2)}
+        weights = {p: [x.cuda() for x in each] for p, each in homes.items()}
+        totals = {p: [x.clone() for x in each] for p, each in weights.items()}
+        push_plan, grad_plan = on_gpu(pushed), on_gpu(offered)
+        for projection in (FC1, FC2):
+            for memory, each in zip(team.memories, grads[projection], strict=True):
+                memory.reserve_grads(projection).copy_(each.cuda())
+                memory.offer_grads(projection, grad_plan)
+        if hold is not None:
+            hold(2_000_000)  # about a millisecond, in which all that follows is queued
+        for memory in team.memories:
+            memory.open()
+        for memory in team.memories:  # all are open before anyone pushes
+            memory._side.wait_stream(torch.cuda.current_stream())
+        for projection in (FC1, FC2):
+            for number, memory in enumerate(team.memories):
+                memory.push(projection, weights[projection][number], push_plan)
+            for number, memory in enumerate(team.memories):
+                memory.collect(projection, totals[projection][number], grad_plan)
+        for projection in (FC2, FC1):
+            clones = [
+                memory.wait_for_weights(projection, push_plan).clone() for memory in team.memories
+            ]
+            num_clones += check_clones(clones, homes[projection], pushed)
+            expected = sums_on_cpu(homes[projection], grads[projection], offered)
+            for total, sums in zip(totals[projection], expected, strict=True):
+                assert torch.equal(total.cpu(), sums), round_
+    team.check()
+    assert num_clones > 0
+
+
 def clone_of_expert_0_on_rank_1() -> DevicePlan:
     held = torch.full((2, SLOTS), -1)
     held[1, 1] = 0
