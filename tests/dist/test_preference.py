@@ -458,4 +458,5 @@ def test_twenty_steps_are_those_of_trl(form: str, loss: str, tmp_path: Path) -> 
         for name, value in one.items():
             if step == 0 and name == "rewards/accuracies":
                 continue
-            assert value == pytest.approx(other[name], rel=1e-5, abs=1e-5), (step, name)
+            tol = 5e-5 if name == "grad_norm" else 1e-5
+            assert value == pytest.approx(other[name], rel=tol, abs=tol), (step, name)

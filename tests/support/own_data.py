@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain.api import LossContext, Microbatch, Sample, reduce_from_group, token_loss
+from megatrain.api import (
+    AnswerLogprobs,
+    LossContext,
+    Microbatch,
+    Sample,
+    reduce_from_group,
+    token_loss,
+)
 
 SEQUENCE = 16
 
@@ -102,3 +109,55 @@ def not_finite(logits: torch.Tensor, batch: Microbatch, context: LossContext) ->
 def own_columns(logits: torch.Tensor, batch: Microbatch, context: LossContext) -> torch.Tensor:
     penalty = logits.float().logsumexp(-1).square().mean()
     return token_loss(logits, batch, context) + 1e-2 * penalty
+
+
+class Ranking:
+    """The first of three answers against the others, less a number of each."""
+
+    group_size = 3
+    metrics = ("accuracy", "length")
+
+    def __call__(self, answers: AnswerLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (answers.logprobs - answers.values[:, 0]).view(-1, 3)
+        is_right = (scores.argmax(1) == 0).float()
+        length = answers.num_tokens.view(-1, 3).mean(1)
+        return -scores.log_softmax(1)[:, 0], torch.stack((is_right, length)).detach()
+
+
+ranking = Ranking()
+
+
+class GroupSamples:
+    """Samples of one or two groups of three answers each, of other lengths."""
+
+    num_samples = 63
+
+    def __init__(self, seq_length: int) -> None:
+        self._size = seq_length
+
+    def sample(self, number: int) -> Sample:
+        """Return a sample; its answers begin behind two tokens of a prompt."""
+        generator = np.random.default_rng(number)
+        count = 3 * int(generator.integers(1, 3))
+        lengths = generator.integers(3, self._size // 7, count)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        tokens = generator.integers(0, 256, self._size)
+        labels = np.roll(tokens, -1)
+        end = int(starts[-1])
+        labels[end:] = -1
+        for start, length in zip(starts, lengths, strict=False):
+            labels[start : start + 2] = -1
+            labels[start + length - 1] = (start * 7) % 256
+        return Sample(
+            tokens=tokens,
+            labels=labels,
+            document_starts=starts.tolist(),
+            length=end,
+            values=generator.normal(size=(count, 1)),
+        )
+
+
+def group_data(config: Any) -> tuple[GroupSamples, dict[str, GroupSamples]]:
+    """Make the data of a run with a loss of groups."""
+    samples = GroupSamples(config.model.seq_length)
+    return samples, {"held out": samples}

@@ -76,6 +76,22 @@ _OF_SCALING = "model.rope_scaling"
 
 UNUSED_RULES: tuple[UnusedRule, ...] = (
     UnusedRule(
+        keys=("preference.*",),
+        but=("preference.loss",),
+        reason="preference.loss",
+        holds=lambda config: config.preference.loss is None,
+    ),
+    UnusedRule(
+        keys=("data.field", "data.separator", "train.loss_normalization"),
+        reason="preference.loss",
+        holds=lambda config: config.preference.loss is not None,
+    ),
+    UnusedRule(
+        keys=("preference.reference_dir", "preference.any_reference"),
+        reason="preference.loss",
+        holds=lambda config: not config.preference.needs_reference,
+    ),
+    UnusedRule(
         keys=("model.mtp_loss_coef",),
         reason="model.num_mtp_layers",
         holds=lambda config: config.model.num_mtp_layers == 0,

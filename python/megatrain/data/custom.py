@@ -128,7 +128,21 @@ class _CheckedSamples:
                 f"{self._shown}: token ids of sample {number} must be in 0 to {self._vocab - 1} "
                 f"(model.vocab_size), got {low} to {high}"
             )
+        self._check_values(sample, number)
         return replace(sample, document_starts=self._starts(sample, number))
+
+    def _check_values(self, sample: Sample, number: int) -> None:
+        values = sample.values
+        if values is None:
+            return
+        if not isinstance(values, np.ndarray) or (values.ndim, values.dtype) != (2, np.float64):
+            found = type(values).__name__
+            if isinstance(values, np.ndarray):
+                found = f"{values.dtype} {values.shape}"
+            raise DataError(
+                f"{self._shown}: values of sample {number} must be a float64 array (answers, K), "
+                f"got {found}"
+            )
 
     def _starts(self, sample: Sample, number: int) -> tuple[int, ...]:
         """Return the starts of documents, checked."""

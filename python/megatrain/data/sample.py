@@ -60,7 +60,7 @@ class Samples(Protocol):
 
 
 class OneEpoch:
-    """Samples of which those after the first epoch do not count in the loss."""
+    """Samples of which those after the first epoch do not count: no labels, and no answers."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -73,7 +73,8 @@ class OneEpoch:
         if number < self.num_samples:
             return self._samples.sample(number)
         sample = self._samples.sample(0)
-        return replace(sample, labels=np.full_like(sample.labels, NO_LABEL))
+        values = None if sample.values is None else sample.values[:0]
+        return replace(sample, labels=np.full_like(sample.labels, NO_LABEL), values=values)
 
     @property
     def seq_length(self) -> int:

@@ -56,6 +56,8 @@ OTHERS: dict[str, Any] = {
     **dict.fromkeys(("debug.record_routing", "debug.replay_routing", "pipeline.layout")),
     **dict.fromkeys(("model.rope_scaling.short_factors", "model.rope_scaling.long_factors")),
     **dict.fromkeys(("pipeline.schedule_file", "data.bos", "data.eod", "data.separator")),
+    **dict.fromkeys(("preference.loss", "preference.reference_dir")),
+    "preference.label_smoothing": 0.25,
     "data.source": "stdlib",
     "data.split": "50,50",
     "data.field": "other",
