@@ -74,11 +74,41 @@ int64_t sums_size(const Result& result, const Part& part, int64_t depth) {
   return rows * stride;
 }
 
+std::vector<RightBlock> right_blocks(int64_t begin, int64_t end, int64_t depth) {
+  const TileKernels& kernels = tile_kernels();
+  std::vector<RightBlock> blocks;
+  for (int64_t column = begin; column < end; column += kRightColumns) {
+    const int64_t column_end = std::min(end, column + kRightColumns);
+    const int64_t width = base::align_up(column_end - column, kernels.columns);
+    for (int64_t d = 0; d < depth; d += kernels.depth) {
+      blocks.push_back({.column = column,
+                        .column_end = column_end,
+                        .depth = d,
+                        .count = std::min(kernels.depth, depth - d),
+                        .shared_place = column * depth + d * width});
+    }
+  }
+  return blocks;
+}
+
+int64_t shared_size(int64_t columns, int64_t depth) {
+  return base::align_up(columns, tile_kernels().columns) * depth;
+}
+
+void pack_right(const Side& right, const RightBlock& block, float* packed) {
+  const TileKernels& kernels = tile_kernels();
+  for (int64_t at = block.column; at < block.column_end; at += kernels.columns) {
+    pack_panel(right, panel_at(kernels, at, block.column_end), block.depth, block.count,
+               packed + (at - block.column) * block.count);
+  }
+}
+
 void multiply_part(const Side& left,
                    const Side& right,
                    const Result& result,
                    const Part& part,
                    int64_t depth,
+                   const float* shared,
                    Scratch& scratch) {
   const TileKernels& kernels = tile_kernels();
   const TileFunctions& functions = left.by_depth ? kernels.by_depth : kernels.by_rows;
@@ -86,32 +116,29 @@ void multiply_part(const Side& left,
   const bool keeps_all = depth > kernels.depth;
   const auto round = result.turned ? result.pack->round_columns : result.pack->round_rows;
   const int64_t narrow_stride = sums_stride(part.column_end - part.column_begin);
-  for (int64_t column = part.column_begin; column < part.column_end; column += kRightColumns) {
-    const int64_t column_end = std::min(part.column_end, column + kRightColumns);
-    for (int64_t d = 0; d < depth; d += kernels.depth) {
-      const int64_t count = std::min(kernels.depth, depth - d);
-      for (int64_t at = column; at < column_end; at += kernels.columns) {
-        pack_panel(right, panel_at(kernels, at, column_end), d, count,
-                   scratch.right.data() + (at - column) * count);
+  for (const RightBlock& block : right_blocks(part.column_begin, part.column_end, depth)) {
+    if (shared == nullptr) {
+      pack_right(right, block, scratch.right.data());
+    }
+    const float* packed = shared == nullptr ? scratch.right.data() : shared + block.shared_place;
+    for (int64_t row = part.row_begin; row < part.row_end; row += kernels.max_rows) {
+      const int64_t rows = std::min(kernels.max_rows, part.row_end - row);
+      pack_strip(left, row, rows, block.depth, block.count, scratch.left.data());
+      float* sums =
+          is_direct ? static_cast<float*>(result.at(row, block.column))
+                    : scratch.sums.get() + (keeps_all ? (row - part.row_begin) * narrow_stride : 0);
+      const int64_t stride = is_direct ? result.stride : narrow_stride;
+      const bool accumulate = block.depth > 0 || (is_direct && result.accumulate);
+      for (int64_t at = block.column; at < block.column_end; at += kernels.columns) {
+        const Panel panel = panel_at(kernels, at, block.column_end);
+        const auto& of_width = panel.width == kernels.columns ? functions.whole : functions.half;
+        const int64_t place = at - block.column;
+        multiply_into(of_width[rows - 1], scratch, packed + place * block.count, panel, rows,
+                      block.count, sums + place, stride, accumulate);
       }
-      for (int64_t row = part.row_begin; row < part.row_end; row += kernels.max_rows) {
-        const int64_t rows = std::min(kernels.max_rows, part.row_end - row);
-        pack_strip(left, row, rows, d, count, scratch.left.data());
-        float* sums = is_direct ? static_cast<float*>(result.at(row, column))
-                                : scratch.sums.get() +
-                                      (keeps_all ? (row - part.row_begin) * narrow_stride : 0);
-        const int64_t stride = is_direct ? result.stride : narrow_stride;
-        const bool accumulate = d > 0 || (is_direct && result.accumulate);
-        for (int64_t at = column; at < column_end; at += kernels.columns) {
-          const Panel panel = panel_at(kernels, at, column_end);
-          const bool is_whole = panel.width == kernels.columns;
-          multiply_into((is_whole ? functions.whole : functions.half)[rows - 1], scratch,
-                        scratch.right.data() + (at - column) * count, panel, rows, count,
-                        sums + (at - column), stride, accumulate);
-        }
-        if (!is_direct && d + count == depth) {
-          round(sums, stride, rows, column_end - column, result.at(row, column), result.stride);
-        }
+      if (!is_direct && block.depth + block.count == depth) {
+        round(sums, stride, rows, block.column_end - block.column, result.at(row, block.column),
+              result.stride);
       }
     }
   }

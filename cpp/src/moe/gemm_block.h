@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "gemm_pack.h"
 #include "gemm_tile.h"
@@ -62,12 +63,32 @@ struct alignas(64) Scratch {
 // Numbers that a part needs as Scratch::sums.
 int64_t sums_size(const Result& result, const Part& part, int64_t depth);
 
+// Columns and depth of the right side that are packed at a time, and where they are packed in
+// memory that several parts share: blocks start at multiples of a tile's columns.
+struct RightBlock {
+  int64_t column;
+  int64_t column_end;
+  int64_t depth;  // first
+  int64_t count;  // of the depth
+  int64_t shared_place;
+};
+
+// The blocks of all columns from `begin` to `end`, in the order of multiply_part.
+std::vector<RightBlock> right_blocks(int64_t begin, int64_t end, int64_t depth);
+
+// Numbers that the shared memory of a right side has.
+int64_t shared_size(int64_t columns, int64_t depth);
+
+void pack_right(const Side& right, const RightBlock& block, float* packed);
+
 // result(i, j) (+)= sum over d < depth of left(i, d) right(j, d), for a part of the result.
+// `shared` has the packed blocks of the right side; if it is null, the part packs its own.
 void multiply_part(const Side& left,
                    const Side& right,
                    const Result& result,
                    const Part& part,
                    int64_t depth,
+                   const float* shared,
                    Scratch& scratch);
 
 }  // namespace megacore::moe

@@ -28,8 +28,10 @@ constexpr int64_t kWeightCostRows = 8;
 // copied, and the result is transposed. In larger groups it is cheaper to transpose the weight.
 constexpr int64_t kFewRows = 48;
 
-// Parts with fewer rows than this would spend much of their time on packing the right side.
-constexpr int64_t kLeastPartRows = 96;
+// Parts with fewer rows than these would spend much of their time on packing the right side for
+// themselves, or on waking threads.
+constexpr int64_t kLeastOwnRows = 96;
+constexpr int64_t kLeastSharedRows = 30;
 
 enum class Kind : int8_t { kForward, kInputGrad, kWeightGrad };
 
@@ -46,8 +48,16 @@ struct Task {
   int64_t first_row;
   int64_t num_rows;
   int64_t expert;
+  int64_t shared = kOwn;  // place of the expert's packed right side, or that a task packs its own
   Part part;
+
+  static constexpr int64_t kOwn = -1;
 };
+
+// Parts of one result share a packed right side if they have fewer rows than this each: packing
+// takes some 1% of the time of 256 rows. It must not be larger than this many numbers.
+constexpr int64_t kSharedRows = 512;
+constexpr int64_t kMostShared = int64_t{1} << 22;
 
 int64_t bytes_of(NumberFormat format) { return pack_kernels(format).element_bytes; }
 
@@ -133,7 +143,7 @@ void run_skinny(const Problem& p, const Task& task, int64_t begin, int64_t end) 
   }
 }
 
-void run_task(const Problem& p, const Task& task, Scratch& scratch) {
+void run_task(const Problem& p, const Task& task, const float* shared, Scratch& scratch) {
   const Part& part = task.part;
   if (is_skinny(p, task.num_rows)) {
     const bool is_turned = p.kind == Kind::kForward;
@@ -142,7 +152,8 @@ void run_task(const Problem& p, const Task& task, Scratch& scratch) {
     return;
   }
   const Product product = product_of(p, task.expert, task.first_row, task.num_rows);
-  multiply_part(product.left, product.right, product.result, part, product.depth, scratch);
+  multiply_part(product.left, product.right, product.result, part, product.depth,
+                task.shared == Task::kOwn ? nullptr : shared + task.shared, scratch);
 }
 
 int64_t check(const int64_t* m_splits, const GroupedShape& s, int num_threads) {
@@ -167,13 +178,13 @@ int useful_threads(int64_t total_rows, const GroupedShape& s, int num_threads) {
 
 // Steps by which a result is cut into at least `wanted` parts of similar size, where it is large
 // enough. Cutting columns is free, down to those that are packed at a time; each further set of
-// rows packs these columns again.
+// rows packs these columns again, unless they share them.
 struct Steps {
   int64_t rows;
   int64_t columns;
 };
 
-Steps steps_for(int64_t rows, int64_t columns, int64_t wanted) {
+Steps steps_for(int64_t rows, int64_t columns, int64_t wanted, bool may_share) {
   const TileKernels& kernels = tile_kernels();
   if (wanted <= 1) {
     return {.rows = rows, .columns = columns};
@@ -182,7 +193,8 @@ Steps steps_for(int64_t rows, int64_t columns, int64_t wanted) {
   if (blocks >= wanted) {
     return {.rows = rows, .columns = align_up(ceil_div(columns, wanted), kernels.columns)};
   }
-  const int64_t most = std::max<int64_t>(1, rows / kLeastPartRows);
+  const int64_t least = may_share ? kLeastSharedRows : kLeastOwnRows;
+  const int64_t most = std::max<int64_t>(1, rows / least);
   const int64_t row_parts = std::min(most, ceil_div(wanted, blocks));
   const int64_t column_parts = std::max(blocks, ceil_div(wanted, row_parts));
   return {.rows = align_up(ceil_div(rows, row_parts), kernels.max_rows),
@@ -190,14 +202,17 @@ Steps steps_for(int64_t rows, int64_t columns, int64_t wanted) {
                               align_up(ceil_div(columns, column_parts), kernels.columns))};
 }
 
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Task> packs;  // one task of each expert whose right side is shared
+  int64_t shared_size = 0;
+};
+
 // Cuts the results of all experts so that there are a few tasks per thread of similar cost.
-std::vector<Task> make_tasks(const Problem& p,
-                             const int64_t* m_splits,
-                             int64_t total_rows,
-                             int num_threads) {
+Plan make_plan(const Problem& p, const int64_t* m_splits, int64_t total_rows, int num_threads) {
   constexpr int64_t kTasksPerThread = 4;
   const int64_t total_cost = total_rows + p.shape.num_experts * kWeightCostRows;
-  std::vector<Task> tasks;
+  Plan plan;
   int64_t first_row = 0;
   for (int64_t e = 0; e < p.shape.num_experts; ++e) {
     const int64_t num_rows = m_splits[e];
@@ -207,22 +222,60 @@ std::vector<Task> make_tasks(const Problem& p,
       const int64_t cost = num_rows + kWeightCostRows;
       const int64_t wanted =
           num_threads == 1 ? 1 : ceil_div(cost * kTasksPerThread * num_threads, total_cost);
-      const Steps step = steps_for(rows, columns, wanted);
+      Task task{.first_row = first_row, .num_rows = num_rows, .expert = e, .part = {}};
+      const int64_t size = shared_size(columns, product.depth);
+      const bool may_share = plan.shared_size + size <= kMostShared;
+      const Steps step = steps_for(rows, columns, wanted, may_share);
+      if (may_share && step.rows < std::min(rows, kSharedRows)) {
+        task.shared = plan.shared_size;
+        plan.shared_size += size;
+        plan.packs.push_back(task);
+      }
       for (int64_t column = 0; column < columns; column += step.columns) {
         for (int64_t row = 0; row < rows; row += step.rows) {
-          tasks.push_back({.first_row = first_row,
-                           .num_rows = num_rows,
-                           .expert = e,
-                           .part = {.row_begin = row,
-                                    .row_end = std::min(rows, row + step.rows),
-                                    .column_begin = column,
-                                    .column_end = std::min(columns, column + step.columns)}});
+          task.part = {.row_begin = row,
+                       .row_end = std::min(rows, row + step.rows),
+                       .column_begin = column,
+                       .column_end = std::min(columns, column + step.columns)};
+          plan.tasks.push_back(task);
         }
       }
     }
     first_row += num_rows;
   }
-  return tasks;
+  return plan;
+}
+
+// Packs the right sides that several tasks share, each block by the thread that is free.
+void pack_shared(const Problem& p, const Plan& plan, float* shared, int num_threads) {
+  struct Piece {
+    Side right;
+    RightBlock block;
+    float* packed;
+  };
+  std::vector<Piece> pieces;
+  for (const Task& task : plan.packs) {
+    const Product product = product_of(p, task.expert, task.first_row, task.num_rows);
+    for (const Task& of_all : plan.tasks) {
+      // The columns are cut as those of the tasks, of which the first rows stand for all.
+      if (of_all.expert == task.expert && of_all.part.row_begin == 0) {
+        const Part& part = of_all.part;
+        for (const RightBlock& block :
+             right_blocks(part.column_begin, part.column_end, product.depth)) {
+          pieces.push_back({.right = product.right,
+                            .block = block,
+                            .packed = shared + task.shared + block.shared_place});
+        }
+      }
+    }
+  }
+  base::parallel_for(static_cast<int64_t>(pieces.size()), 1, num_threads,
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t i = begin; i < end; ++i) {
+                         const Piece& piece = pieces[static_cast<size_t>(i)];
+                         pack_right(piece.right, piece.block, piece.packed);
+                       }
+                     });
 }
 
 int64_t most_sums(const Problem& p, const std::vector<Task>& tasks) {
@@ -234,23 +287,28 @@ int64_t most_sums(const Problem& p, const std::vector<Task>& tasks) {
   return most;
 }
 
-void run_tasks(const Problem& problem, const std::vector<Task>& tasks, int num_threads) {
+void run_plan(const Problem& problem, const Plan& plan, int num_threads) {
   struct Work {
     const Problem& problem;
     const std::vector<Task>& tasks;
+    const float* shared;
     // Not initialized: every task writes what it reads.
     std::unique_ptr<Scratch[]> scratches;
     std::atomic<size_t> next_task = 0;
     std::atomic<size_t> next_scratch = 0;
   };
-  if (tasks.empty()) {
+  if (plan.tasks.empty()) {
     return;
   }
+  const auto shared =
+      std::make_unique_for_overwrite<float[]>(static_cast<size_t>(plan.shared_size));
+  pack_shared(problem, plan, shared.get(), num_threads);
   const auto count = static_cast<size_t>(num_threads);
   Work work{.problem = problem,
-            .tasks = tasks,
+            .tasks = plan.tasks,
+            .shared = shared.get(),
             .scratches = std::make_unique_for_overwrite<Scratch[]>(count)};
-  const auto sums = static_cast<size_t>(most_sums(problem, tasks));
+  const auto sums = static_cast<size_t>(most_sums(problem, plan.tasks));
   for (size_t i = 0; i < count && sums > 0; ++i) {
     work.scratches[i].sums = std::make_unique_for_overwrite<float[]>(sums);
   }
@@ -258,7 +316,7 @@ void run_tasks(const Problem& problem, const std::vector<Task>& tasks, int num_t
     auto& w = *static_cast<Work*>(data);
     Scratch& scratch = w.scratches[w.next_scratch.fetch_add(1)];
     for (size_t i = w.next_task.fetch_add(1); i < w.tasks.size(); i = w.next_task.fetch_add(1)) {
-      run_task(w.problem, w.tasks[i], scratch);
+      run_task(w.problem, w.tasks[i], w.shared, scratch);
     }
   };
   base::run_team(num_threads, take, &work);
@@ -286,7 +344,7 @@ void multiply_rows(const Problem& problem,
   clear_rows(problem.c, has_depth ? total : 0, clear_padding ? shape.num_rows : total, width);
   if (has_depth) {
     const int threads = useful_threads(total, shape, num_threads);
-    run_tasks(problem, make_tasks(problem, m_splits, total, threads), threads);
+    run_plan(problem, make_plan(problem, m_splits, total, threads), threads);
   }
 }
 
@@ -336,7 +394,7 @@ void grouped_gemm_weight_grad(Source grad_y,
                         .c = grad_w,
                         .shape = shape,
                         .accumulate = accumulate};
-  run_tasks(problem, make_tasks(problem, m_splits, total, threads), threads);
+  run_plan(problem, make_plan(problem, m_splits, total, threads), threads);
 }
 
 }  // namespace megacore::moe
