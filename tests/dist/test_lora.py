@@ -21,13 +21,14 @@ from tests.support.adapters import (
     ALPHA,
     RANK,
     add_adapters,
+    add_plain_experts,
     formula,
     in_our_order,
     their_adapters,
 )
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
-from tests.support.hf_models import save_theirs
+from tests.support.hf_models import make_theirs, save_theirs
 
 pytestmark = [
     pytest.mark.dist,
@@ -36,6 +37,30 @@ pytestmark = [
 
 LORA: dict[str, Any] = {"rank": RANK, "alpha": ALPHA}
 OPTIMIZER = {"lr": 0.02}
+# PEFT has one adapter for gate and up of experts.
+AS_PEFT = {
+    "llama": ["*"],
+    "qwen3-moe": ["attention.*", "experts.down"],
+    "deepseek-v3": ["attention.*", "mlp.*", "shared.*", "experts.down"],
+}
+# Settings of PEFT, and changes of ours.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lora": ({}, {}),
+    "rs": ({"use_rslora": True}, {"lora": {**LORA, "rs": True}}),
+    "dora": (
+        {"use_dora": True},
+        {"lora": {**LORA, "dora": True}, "optimizer": {**OPTIMIZER, "weight_decay": 0.0}},
+    ),
+    "some": (
+        {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+        {"lora": {**LORA, "targets": ["q", "v", "up"]}},
+    ),
+    "saved": (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"lora": {**LORA, "modules_to_save": ["embedding", "head"]}},
+    ),
+}
+EXPERTS = {**LORA, "targets": ["experts.*"]}
 
 
 def make_trainer(folder: Path, world_size: int, changes: dict[str, Any]) -> Trainer:
@@ -47,6 +72,8 @@ def make_trainer(folder: Path, world_size: int, changes: dict[str, Any]) -> Trai
     load_initial_weights(trainer, config.checkpoint.load_weights)
     for buffer in trainer.optimizer.buffers:
         for info, parameter in buffer.params:
+            if info.name.rpartition(".")[2] not in ("lora_a", "lora_b"):
+                continue  # norms of weights, or weights
             whole = formula(info.name, info.full_shape)
             whole = in_our_order(info.name, whole, model_type(folder), config.model)
             position = ShardPosition.of(info, trainer.groups)
@@ -109,20 +136,36 @@ def train_theirs(model: Any, config: ResolvedConfig) -> list[float]:
     return losses
 
 
+Expected = tuple[list[float], dict[str, Tensor]]
+
+
 @cache
-def expected(family: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def expected(family: str, folder: Path, kind: str = "lora") -> Expected:
     """Losses and final adapters of PEFT, with rows in our order."""
     theirs = save_theirs(family, folder / "theirs")
-    command = ["import-hf", str(folder / "theirs"), str(folder / "ours"), "--seq-length=16"]
-    assert main(command) == 0
-    config = families.make_config(folder, 1, {"optimizer": OPTIMIZER})
-    model = add_adapters(theirs.train())
+    if not (folder / "ours").exists():
+        command = ["import-hf", str(folder / "theirs"), str(folder / "ours"), "--seq-length=16"]
+        assert main(command) == 0
+    settings, changes = KINDS[kind]
+    optimizer = changes.get("optimizer", OPTIMIZER)
+    config = families.make_config(folder, 1, {"optimizer": optimizer})
+    model = add_adapters(theirs.train(), **settings)
     losses = train_theirs(model, config)
-    kind = model_type(folder)
     return losses, {
-        name: in_our_order(name, value.detach(), kind, config.model)
+        name: in_our_order(name, value.detach(), model_type(folder), config.model)
         for name, value in their_adapters(model).items()
     }
+
+
+@cache
+def expected_of_experts(family: str, folder: Path) -> Expected:
+    """The same with adapters of all projections of experts alone, by plain torch."""
+    expected(family, folder)  # which imports the model
+    theirs = make_theirs(family).train()
+    adapters = add_plain_experts(theirs)
+    config = families.make_config(folder, 1, {"optimizer": OPTIMIZER})
+    losses = train_theirs(theirs, config)
+    return losses, {name: value.detach() for name, value in adapters.items()}
 
 
 def check(result: Result, losses: list[float], adapters: dict[str, Tensor]) -> None:
@@ -138,12 +181,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lora")
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", AS_PEFT)
 def test_twenty_steps_are_those_of_peft(family: str, folders: Path) -> None:
     folder = folders / family
     losses, adapters = expected(family, folder)
-    assert losses[-1] < losses[0] - 0.3, "the model must have learnt something"
-    result = train(0, 1, folder, {})
+    assert losses[-1] < losses[0] - 0.2, "the model must have learnt something"
+    result = train(0, 1, folder, {"lora": {**LORA, "targets": AS_PEFT[family]}})
     assert result[1].keys() == adapters.keys()
     check(result, losses, adapters)
 
@@ -205,3 +248,116 @@ def test_layouts_train_as_peft(layout: str, folders: Path) -> None:
     assert set().union(*(parts for _, parts in results)) == adapters.keys()
     for result in results:
         check(result, losses, adapters)
+
+
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "recomputed": (1, {"train": {"recompute": ["moe"]}}),
+    "ep2": (2, {"parallel": {"ep": 2}}),
+    "tp2 etp2 sequence parallel": (2, {"parallel": {**SEQUENCE_PARALLEL, "etp": 2}}),
+    "tp2 etp1 ep2": (2, {"parallel": {"tp": 2, "etp": 1, "ep": 2}}),
+    "pp2 ep2": (4, {"parallel": {"pp": 2, "ep": 2}, "pipeline": {"layout": "Ett|tL"}}),
+    "ep2 static": (2, {"parallel": {"ep": 2}, "moe": {"dispatcher": "static"}}),
+    "ep2 allgather": (2, {"parallel": {"ep": 2}, "moe": {"dispatcher": "allgather"}}),
+    "ep2, clones": (2, {"parallel": {"ep": 2}, "moe.echo": {"num_spare_slots": 2}}),
+    "ep2 static, clones": (
+        2,
+        {
+            "parallel": {"ep": 2},
+            "moe": {"dispatcher": "static"},
+            "moe.echo": {"num_spare_slots": 2},
+        },
+    ),
+    "ep2, clones by messages, recomputed": (
+        2,
+        {
+            "parallel": {"ep": 2},
+            "moe.echo": {"num_spare_slots": 2},
+            "run": {"host_memory": False},
+            "train": {"recompute": ["full"]},
+        },
+    ),
+    "pp2 ep2, clones, in pairs": (
+        4,
+        {
+            "parallel": {"pp": 2, "ep": 2},
+            "moe.echo": {"num_spare_slots": 2},
+            "pipeline": {"overlap_moe": True, "layout": "Ett|tL"},
+        },
+    ),
+}
+FIRST_OF_EXPERTS = ["one process", "ep2, clones", "tp2 etp2 sequence parallel"]
+
+
+@pytest.mark.parametrize("layout", representatives(EXPERT_LAYOUTS, FIRST_OF_EXPERTS))
+def test_adapters_of_experts_train_as_plain_sums(layout: str, folders: Path) -> None:
+    folder = folders / "qwen3-moe"
+    losses, adapters = expected_of_experts("qwen3-moe", folder)
+    world_size, changes = EXPERT_LAYOUTS[layout]
+    changes = {"lora": EXPERTS, **changes}
+    if world_size == 1:
+        results = [train(0, 1, folder, changes)]
+    else:
+        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    assert set().union(*(parts for _, parts in results)) == adapters.keys()
+    for result in results:
+        check(result, losses, adapters)
+
+
+OF_KINDS = ["one process", "tp2", "tp2 sequence parallel"]
+KIND_LAYOUTS = [(kind, layout) for kind in KINDS for layout in OF_KINDS if kind != "lora"]
+FIRST_OF_KINDS = [(kind, "one process") for kind in KINDS if kind != "lora"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    representatives(KIND_LAYOUTS, [*FIRST_OF_KINDS, ("dora", "tp2 sequence parallel")]),
+)
+def test_kinds_of_adapters_train_as_those_of_peft(kind: str, layout: str, folders: Path) -> None:
+    folder = folders / "llama"
+    losses, adapters = expected("llama", folder, kind)
+    assert losses != pytest.approx(expected("llama", folder)[0], rel=1e-4)
+    world_size, changes = {"one process": (1, {}), **LAYOUTS}[layout]
+    changes = {**KINDS[kind][1], **changes}
+    if world_size == 1:
+        results = [train(0, 1, folder, changes)]
+    else:
+        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    for found, parts in results:
+        trained = {name: each for name, each in parts.items() if "lora" in name}
+        assert trained.keys() == adapters.keys()
+        check((found, trained), losses, adapters)
+
+
+DROPOUT = {**LORA, "dropout": 0.3}
+DROPOUT_LAYOUTS = {
+    "tp2": LAYOUTS["tp2"],
+    "tp2 sequence parallel, recomputed": LAYOUTS["tp2 sequence parallel, recomputed"],
+    "recomputed parts": LAYOUTS["recomputed parts"],
+    "cp2": LAYOUTS["cp2"],
+    "pp2 zb_h1": LAYOUTS["pp2 zb_h1"],
+    "graphs of layers": LAYOUTS["graphs of layers"],
+    "graphs of steps": LAYOUTS["graphs of steps"],
+}
+
+
+@cache
+def dropped(folder: Path) -> list[float]:
+    """Losses of one process with dropout."""
+    expected("llama", folder)
+    return train(0, 1, folder, {"lora": DROPOUT})[0]
+
+
+@pytest.mark.parametrize("layout", representatives(DROPOUT_LAYOUTS, ["tp2", "graphs of steps"]))
+def test_dropout_is_the_same_in_every_layout(layout: str, folders: Path) -> None:
+    folder = folders / "llama"
+    losses = dropped(folder)
+    assert losses != pytest.approx(expected("llama", folder)[0], rel=1e-4)
+    world_size, changes = DROPOUT_LAYOUTS[layout]
+    changes = {"lora": DROPOUT, **changes}
+    if world_size == 1:
+        results = [train(0, 1, folder, changes)]
+    else:
+        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    for found, _ in results:
+        assert found == pytest.approx(losses, rel=1e-5)

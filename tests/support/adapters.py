@@ -32,7 +32,8 @@ _NAMES = {
         for part in ("gate", "up", "down")
     },
 }
-_FACTOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_(A|B)\.")
+_FACTOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_(A|B|magnitude)")
+_EXPERTS = "mlp.experts"
 
 
 def formula(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -44,25 +45,38 @@ def formula(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def add_adapters(theirs: Any, **settings: Any) -> Any:
-    """Give a model of `transformers` the adapters of PEFT, with the values of `formula`."""
+    """Give a model of `transformers` the adapters of PEFT, with the values of `formula`.
+
+    All projections have one, except gate and up of experts, which share one in PEFT. In models
+    with experts, PEFT takes names of dense MLPs for those of experts, so these are parameters.
+    """
     peft = pytest.importorskip("peft")
-    modules = {name for name, _ in theirs.named_modules()}
-    names = sorted({key for key in _NAMES for name in modules if name.endswith(f".{key}")})
-    settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": names, **settings}
-    model = peft.get_peft_model(theirs, peft.LoraConfig(**settings))
+    modules = [name for name, _ in theirs.named_modules()]
+    linear = [name for name in modules if any(name.endswith(f".{key}") for key in _NAMES)]
+    experts = [f"{name}.down_proj" for name in modules if name.endswith(_EXPERTS)]
+    if experts:
+        dense = [name for name in linear if ".mlp." in name]
+        linear = [name for name in linear if name not in dense]
+        settings["target_parameters"] = [f"{name}.weight" for name in dense] + experts
+    options = {"r": RANK, "lora_alpha": ALPHA, "target_modules": linear, **settings}
+    model = peft.get_peft_model(theirs, peft.LoraConfig(**options))
     with torch.no_grad():
         for name, parameter in their_adapters(model).items():
-            parameter.copy_(formula(name, tuple(parameter.shape)))
+            if name.endswith("magnitude"):
+                continue  # the norms of the rows of weights
+            values = formula(name, tuple(_ours(name, parameter).shape))
+            parameter.copy_(_theirs(name, values))
     return model
 
 
 def their_adapters(model: Any) -> dict[str, Tensor]:
-    """Return the parameters of adapters by our names, with rows in their order."""
+    """Return the parameters of adapters by our names, with shapes and rows of theirs."""
     found = {}
     for name, parameter in model.named_parameters():
         if (match := _FACTOR.search(name)) is not None:
             layer, module, factor = match.groups()
-            found[f"layers.{layer}.{_NAMES[module]}.lora_{factor.lower()}"] = parameter
+            ours = "moe.experts.down" if module == _EXPERTS else _NAMES[module]
+            found[f"layers.{layer}.{ours}.lora_{factor.lower()}"] = parameter
     return found
 
 
@@ -71,5 +85,68 @@ def in_our_order(name: str, theirs: Tensor, family: str, model: ModelConfig) -> 
     local = name.split(".", 2)[2].rpartition(".")[0]
     row = FAMILIES[family].table.get(local)
     if not name.endswith("lora_b") or row is None:
-        return theirs
+        return _ours(name, theirs)
     return row.transform.join([theirs], GPTShape.from_config(model)).reshape(theirs.shape)
+
+
+def _ours(name: str, theirs: Tensor) -> Tensor:
+    """Return the factors of all experts, ``(E, rank, K)`` or ``(E, N, rank)``."""
+    if "experts" not in name or theirs.dim() == 3:
+        return theirs
+    if name.endswith("a"):
+        return theirs.view(-1, RANK, theirs.shape[1])
+    return theirs.view(theirs.shape[0], RANK, -1).permute(2, 0, 1)
+
+
+def _theirs(name: str, ours: Tensor) -> Tensor:
+    """Invert `_ours`."""
+    if "experts" not in name:
+        return ours
+    if name.endswith("a"):
+        return ours.flatten(0, 1)
+    return ours.permute(1, 2, 0).flatten(1)
+
+
+class PlainExperts(torch.nn.Module):
+    """Adapters of some weights of all experts as plain sums: ``W + scale * B A``."""
+
+    def __init__(self, names: list[str], width: int, inputs: int, num_experts: int) -> None:
+        super().__init__()
+        self.names = names
+        for number, name in enumerate(names):
+            for factor, shape in (("a", (RANK, inputs)), ("b", (width, RANK))):
+                values = formula(f"{name}.lora_{factor}", (num_experts, *shape))
+                self.register_parameter(f"{factor}{number}", torch.nn.Parameter(values))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Compute the weights with adapters, ``(E, N, K)``."""
+        terms = [
+            getattr(self, f"b{number}") @ getattr(self, f"a{number}")
+            for number in range(len(self.names))
+        ]
+        return weight + ALPHA / RANK * torch.cat(terms, dim=1)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the factors by our names."""
+        return {
+            f"{name}.lora_{factor}": getattr(self, f"{factor}{number}")
+            for number, name in enumerate(self.names)
+            for factor in "ab"
+        }
+
+
+def add_plain_experts(theirs: Any) -> dict[str, Tensor]:
+    """Give all experts of a model adapters by plain torch; return these by our names."""
+    theirs.requires_grad_(False)
+    found: dict[str, Tensor] = {}
+    for name, module in theirs.named_modules():
+        if not name.endswith(_EXPERTS):
+            continue
+        experts = f"layers.{name.split('.')[2]}.moe.experts"
+        for weight, parts in (("gate_up_proj", ["gate", "up"]), ("down_proj", ["down"])):
+            num_experts, rows, inputs = getattr(module, weight).shape
+            names = [f"{experts}.{part}" for part in parts]
+            adapters = PlainExperts(names, rows // len(parts), inputs, num_experts)
+            torch.nn.utils.parametrize.register_parametrization(module, weight, adapters)
+            found |= adapters.by_name()
+    return found

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 from megacore.moe.dispatchers import ExpertRows
 from megacore.moe.echo.clones import FC1, FC2, LayerClones
+from megacore.moe.expert_adapters import BoundAdapters, ExpertAdapters
 from megacore.ops.activations import clamped_swiglu, gelu, swiglu
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.gemm import grouped_gemm, main_grad_of
@@ -38,6 +39,7 @@ class GroupedExperts(nn.Module):
         biases: Biases of both; not with clones.
         fp8: Whether the products have 8-bit operands; not with clones.
         scale_inputs: Whether rows are weighted before ``fc1``, with a torch operation.
+        adapters: Low-rank adapters of both projections.
 
     Raises:
         ValueError: If the shapes are inconsistent.
@@ -52,6 +54,7 @@ class GroupedExperts(nn.Module):
         biases: ExpertBiases | None = None,
         fp8: bool = False,
         scale_inputs: bool = False,
+        adapters: ExpertAdapters | None = None,
     ) -> None:
         super().__init__()
         num_local, hidden, width = fc2.shape
@@ -67,14 +70,21 @@ class GroupedExperts(nn.Module):
         self.biases = biases
         self.product = fp8_grouped_gemm if fp8 else grouped_gemm
         self.scale_inputs = scale_inputs
+        self.adapters = adapters
 
-    def forward(self, arrived: ExpertRows, clones: LayerClones | None = None) -> Tensor:
+    def forward(
+        self,
+        arrived: ExpertRows,
+        clones: LayerClones | None = None,
+        adapters: BoundAdapters | None = None,
+    ) -> Tensor:
         """Compute the expert outputs.
 
         Args:
             arrived: Rows of the local experts, followed by the rows of ``clones``.
             clones: Clone exchange of this layer: clones of this rank's experts on other ranks, and
                 of other ranks' experts here.
+            adapters: The adapters of experts and clones. Default: those of the experts.
 
         Returns:
             ``(M, H)``; a partial sum if etp splits experts.
@@ -82,7 +92,11 @@ class GroupedExperts(nn.Module):
         activate = _ACTIVATIONS[self.activation]
         probs: Tensor | None = arrived.probs
         num_rows = arrived.num_rows
-        sent = arrived.sent_next if self.product is grouped_gemm else None
+        if adapters is None and self.adapters is not None:
+            adapters = self.adapters.bind()
+        # Adapters add to results and gradients, which are then in other memory.
+        is_final = self.product is grouped_gemm and adapters is None
+        sent = arrived.sent_next if is_final else None
         grads_there: dict[str, Any] = {} if sent is None else {"grad_out": sent.input_grads}
         results_there: dict[str, Any] = {} if sent is None else {"out": sent.results}
         if self.scale_inputs:
@@ -95,15 +109,21 @@ class GroupedExperts(nn.Module):
                 "expected_rows": arrived.expected_rows,
             }
             inner = clones.product(FC1, arrived.rows, arrived.m_splits, **hints, **grads_there)
+            inner = _adapted(FC1, inner, arrived.rows, arrived, adapters)
             active = activate(inner, probs, num_rows=num_rows)
-            return clones.product(FC2, active, arrived.m_splits, **hints, **results_there)
+            outer = clones.product(FC2, active, arrived.m_splits, **hints, **results_there)
+            return _adapted(FC2, outer, active, arrived, adapters)
         inner = self._product(arrived.rows, self.fc1, arrived, **grads_there)
+        inner = _adapted(FC1, inner, arrived.rows, arrived, adapters)
         if self.biases is None:
             active = activate(inner, probs, num_rows=num_rows)
-            return self._product(active, self.fc2, arrived, **results_there)
+            outer = self._product(active, self.fc2, arrived, **results_there)
+            return _adapted(FC2, outer, active, arrived, adapters)
         fc1_bias, fc2_bias = self.biases(arrived.m_splits, len(arrived.rows))
         inner = inner + fc1_bias.to(inner.dtype)
-        outer = self._product(activate(inner, probs, num_rows=num_rows), self.fc2, arrived)
+        active = activate(inner, probs, num_rows=num_rows)
+        outer = self._product(active, self.fc2, arrived)
+        outer = _adapted(FC2, outer, active, arrived, adapters)
         fc2_bias = fc2_bias if probs is None else fc2_bias * probs[:, None]
         result: Tensor = outer + fc2_bias.to(outer.dtype)
         return result
@@ -123,6 +143,26 @@ class GroupedExperts(nn.Module):
             expected_rows=arrived.expected_rows,
             **options,
         )
+
+
+def _adapted(
+    projection: int,
+    result: Tensor,
+    rows: Tensor,
+    arrived: ExpertRows,
+    adapters: BoundAdapters | None,
+) -> Tensor:
+    """Add the adapters of a projection to its result, if there are any."""
+    if adapters is None:
+        return result
+    return adapters.add(
+        projection,
+        result,
+        rows,
+        arrived.m_splits,
+        clear_padding=arrived.num_rows is None,
+        expected_rows=arrived.expected_rows,
+    )
 
 
 class ExpertBiases(nn.Module):

@@ -177,17 +177,21 @@ class MoELayer(nn.Module):
         Sync:
             Waits for the device where the dispatcher has to read sizes.
         """
-        clones = None
+        clones = adapters = None
         if self.echo is not None and isinstance(plan, EchoDispatchPlan):
             clones = self.echo.clones(self.experts, plan)
             use_params(self.experts)
             clones.send_weights()
+            if self.experts.adapters is not None:
+                adapters = self.experts.adapters.bind(self.echo.extension(plan))
         read_splits = self.dispatcher.read_splits
         splits = read_splits(plan) if cache is None else cache.once(lambda: read_splits(plan))
         pending = self.dispatcher.dispatch(tokens_SBH.flatten(0, 1), plan, splits)
         finish_shared = self._start_shared(x_SBH)
         arrived = pending.finish()
-        combining = self.dispatcher.start_combine(self.experts(arrived, clones), arrived, splits)
+        combining = self.dispatcher.start_combine(
+            self.experts(arrived, clones, adapters), arrived, splits
+        )
         shared_SBH = None if finish_shared is None else finish_shared()
         routed_SBH = self.dispatcher.postprocess(combining.finish(), plan).view_as(tokens_SBH)
         if clones is not None:

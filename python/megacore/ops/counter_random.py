@@ -73,7 +73,12 @@ class StepKeys:
 
 
 def token_numbers(
-    key: int | Tensor, *, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
+    key: int | Tensor,
+    *,
+    sample_ids_B: Tensor,
+    positions_S: Tensor,
+    num_features: int,
+    first_feature: int = 0,
 ) -> Tensor:
     """Draw one number per feature of each token.
 
@@ -82,6 +87,7 @@ def token_numbers(
         sample_ids_B: Global sample ids, ``(B,)``, int64.
         positions_S: Positions in the whole sequence, ``(S,)``, int64.
         num_features: H.
+        first_feature: Number of the first of them.
 
     Returns:
         ``(S, B, H)``, int64, every bit random.
@@ -98,7 +104,8 @@ def token_numbers(
     # Wrapped manually: torch rejects a Python scalar outside of int64.
     start_B = _mix(sample_ids_B * _GOLDEN + key)
     start_SB = _mix(start_B + positions_S[:, None] * _GOLDEN)
-    counter_H = torch.arange(1, num_features + 1, device=sample_ids_B.device) * _GOLDEN
+    first, end = first_feature + 1, first_feature + num_features + 1
+    counter_H = torch.arange(first, end, device=sample_ids_B.device) * _GOLDEN
     return _mix(start_SB[:, :, None] + counter_H)
 
 

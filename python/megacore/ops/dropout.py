@@ -59,11 +59,21 @@ def counter_dropout(
 
 
 def keep_mask(
-    key: int | Tensor, *, p: float, sample_ids_B: Tensor, positions_S: Tensor, num_features: int
+    key: int | Tensor,
+    *,
+    p: float,
+    sample_ids_B: Tensor,
+    positions_S: Tensor,
+    num_features: int,
+    first_feature: int = 0,
 ) -> Tensor:
     """Compute the mask of `counter_dropout`, ``(S, B, H)`` bool, with torch operations."""
     numbers = token_numbers(
-        key, sample_ids_B=sample_ids_B, positions_S=positions_S, num_features=num_features
+        key,
+        sample_ids_B=sample_ids_B,
+        positions_S=positions_S,
+        num_features=num_features,
+        first_feature=first_feature,
     )
     return numbers >= _threshold(p)
 

@@ -67,6 +67,38 @@ class LowRankParts:
         views = self._views(whole.view(self.num_groups, self.group_width, -1), ranks)
         return [part.flatten(0, 1) for part in views]
 
+    def rows(self, whole: Tensor) -> list[Tensor]:
+        """Take the rows of the parts out of one number per output feature, ``(N,)``."""
+        groups = whole.view(self.num_groups, self.group_width)
+        return [
+            groups[:, start : start + width].flatten()
+            for start, width in zip(self.starts, self.widths, strict=True)
+        ]
+
+    def joined_rows(self, values: Sequence[Tensor], *, fill: float) -> Tensor:
+        """Join one number per output feature of each part to ``(N,)``; others are ``fill``."""
+        pieces, end, places = [], 0, [*zip(self.starts, self.widths, strict=True)]
+        for (start, width), value in zip(places, values, strict=True):
+            pieces += [value.new_full((self.num_groups, start - end), fill)]
+            pieces += [value.view(self.num_groups, width)]
+            end = start + width
+        pieces += [values[0].new_full((self.num_groups, self.group_width - end), fill)]
+        return torch.cat(pieces, dim=1).flatten()
+
+    def join_experts(self, b: Sequence[Tensor]) -> Tensor:
+        """Join the second factors of experts, ``(E, width, rank)`` each, to ``(E, N, R)``."""
+        if self.is_whole:
+            return b[0]
+        ranks = [each.shape[2] for each in b]
+        whole = b[0].new_zeros(len(b[0]), self.group_width, sum(ranks))
+        for part, each in zip(self._views(whole, ranks), b, strict=True):
+            part.copy_(each)
+        return whole
+
+    def split_experts(self, whole: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Take the blocks of the parts out of ``(E, N, R)``: the inverse of `join_experts`."""
+        return [whole] if self.is_whole else self._views(whole, ranks)
+
     def _views(self, whole: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         blocks, first = [], 0
         for start, width, rank in zip(self.starts, self.widths, ranks, strict=True):

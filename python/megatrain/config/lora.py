@@ -13,7 +13,7 @@ from megacore.optim.param_group import ParamGroup
 from megatrain.config.base import Section
 
 # Names of the parameters of adapters, after that of their projection.
-ADAPTER_NAMES = ("lora_a", "lora_b")
+ADAPTER_NAMES = ("lora_a", "lora_b", "lora_magnitude")
 
 
 class LoraConfig(Section):
@@ -39,8 +39,20 @@ class LoraConfig(Section):
         "ends of their names, as in `q`, `attention.*`, `experts.*` or `layers.[01].*`. Default: "
         "all.",
     )
+    dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Dropout probability of the inputs of adapters, except those of routed "
+        "experts.",
+    )
     rs: bool = Field(
         default=False, description="Divide `alpha` by the square root of `rank` (rsLoRA)."
+    )
+    dora: bool = Field(
+        default=False,
+        description="Train the norms of the rows of weights apart from their directions (DoRA), "
+        "except those of routed experts.",
     )
     init: Literal["kaiming_uniform", "gaussian"] = Field(
         default="kaiming_uniform",

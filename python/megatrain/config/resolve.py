@@ -225,6 +225,23 @@ def _check_fp8(problems: ConfigErrors, config: ResolvedConfig) -> None:
         )
 
 
+def _check_lora(problems: ConfigErrors, config: ResolvedConfig) -> None:
+    """Check that dropout of adapters knows the tokens of its inputs."""
+    if config.lora.dropout == 0.0:
+        return
+    shown = problems.shown("lora.dropout")
+    if config.model.mla.kv_rank and config.parallel.cp > 1:
+        problems.add(
+            f"{shown} needs parallel.cp = 1 with latent attention, whose latents are those of all "
+            f"cp ranks, got {problems.shown('parallel.cp')}; set one of them to its default"
+        )
+    if config.model.factory is not None:
+        problems.add(
+            f"{shown} must be 0.0 with {problems.shown('model.factory')}, whose layers do not know "
+            "the tokens of their inputs; leave it out"
+        )
+
+
 def _check_own_model(problems: ConfigErrors, config: ResolvedConfig) -> None:
     """Check that a model of the user's own needs nothing that only megacore's GPT has."""
     if config.model.factory is None:
@@ -312,6 +329,7 @@ _CHECKS: tuple[Callable[[ConfigErrors, ResolvedConfig], None], ...] = (
     check_preference,
     _check_recompute,
     _check_own_model,
+    _check_lora,
     _check_fp8,
     _check_graphs,
     _check_transport,

@@ -103,4 +103,13 @@ def _adapter(info: ParamInfo, projection: Projection, lora: LoraConfig) -> list[
         tp_dim=len(experts) if splits_rows else None,
         sequence_parallel=info.sequence_parallel or splits_inputs,
     )
-    return [a, b]
+    if not lora.dora or info.expert:
+        return [a, b]
+    magnitude = replace(
+        b,
+        name=f"{projection.name}.lora_magnitude",
+        full_shape=b.full_shape[:-1],
+        weight_decay=False,
+        matrices=None,
+    )
+    return [a, b, magnitude]

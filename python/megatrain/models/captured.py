@@ -20,6 +20,7 @@ from megacore.moe.router import RoutingResult
 from megacore.ops.counter_random import StepKeys
 from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.parallel.batch import Microbatch
+from megatrain.models.dropout import batch_in_use
 from megatrain.models.gpt import GPTChunk
 from megatrain.models.moe_block import MoEBlock
 from megatrain.models.transformer import TransformerLayer
@@ -167,7 +168,8 @@ class GraphedScope(nn.Module):
             plan = block.moe.plan(routing)
         normed_SBH = found["normed"]
         tokens_SBH = found.get("tokens", normed_SBH)
-        inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan)
+        with batch_in_use(batch):
+            inner_SBH = block.moe.finish(normed_SBH, tokens_SBH, plan)
         return self.layer.add_mlp(x_SBH, inner_SBH, batch)
 
     @property

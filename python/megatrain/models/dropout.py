@@ -10,10 +10,39 @@ in the sequence, feature); see :mod:`megacore.ops.counter_random` for its random
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 
 from megacore.ops.counter_random import key_of
+from megacore.parallel.batch import Microbatch
+
+# Batch whose tokens the running layer computes, for modules that get the activations alone.
+_BATCH: ContextVar[Microbatch | None] = ContextVar("batch_of_layer", default=None)
+
+
+@contextmanager
+def batch_in_use(batch: Microbatch) -> Iterator[None]:
+    """Context of computations on the tokens of a batch."""
+    token = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
+def current_batch() -> Microbatch:
+    """Return the batch of the innermost `batch_in_use`.
+
+    Raises:
+        RuntimeError: Without one.
+    """
+    batch = _BATCH.get()
+    if batch is None:
+        raise RuntimeError("dropout of adapters needs the tokens: run it inside of batch_in_use")
+    return batch
 
 
 class Site(IntEnum):

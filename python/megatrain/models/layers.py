@@ -27,7 +27,7 @@ from megacore.parallel.batch import Microbatch
 from megacore.parallel.param_info import Matrices, ParamInfo
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import LoraConfig, ModelConfig, MoEConfig
-from megatrain.models.adapters import Adapter
+from megatrain.models.adapters import Adapter, InputDropout
 from megatrain.models.dropout import DropoutKey, Site, dropout_use
 from megatrain.models.init import ParamFactory
 from megatrain.models.mappings import Region, copy_to_group, reduce_from_group
@@ -82,10 +82,20 @@ class ModelContext:
             lora=self.lora,
         )
 
-    def adapter(self, weight: ParamInfo) -> Adapter | None:
-        """Make the adapters of a linear layer's weight; ``None`` if it has no target."""
-        infos = self.infos.adapters(weight)
-        return Adapter(weight, infos, lora=self.lora, params=self.params) if infos else None
+    def adapter(
+        self, info: ParamInfo, weight: nn.Parameter, *, inside: bool = True
+    ) -> Adapter | None:
+        """Make the adapters of a linear layer's weight; ``None`` if it has no target.
+
+        ``inside`` tells whether its input is inside the tensor-parallel region.
+        """
+        infos = self.infos.adapters(info)
+        if not infos:
+            return None
+        dropout = None
+        if self.lora.dropout > 0.0:
+            dropout = InputDropout(info, self.lora.dropout, self.params.seed, self.region, inside)
+        return Adapter(info, weight, infos, lora=self.lora, params=self.params, dropout=dropout)
 
     @property
     def linear(self) -> Callable[..., Tensor]:
@@ -297,7 +307,7 @@ class ColumnLinear(nn.Module):
         infos = context.infos.column(name, full_shape, tp_dim=tp_dim, bias=bias, matrices=matrices)
         self.weight = context.params.normal(infos[name], std=context.config.init_std)
         self.bias = context.params.zeros(infos[f"{name}_bias"]) if bias else None
-        self.adapter = context.adapter(infos[name])
+        self.adapter = context.adapter(infos[name], self.weight)
 
     @classmethod
     def of(
@@ -320,8 +330,10 @@ class ColumnLinear(nn.Module):
         """Project ``(S[/tp], B, H)`` to ``(S, B, output features / tp)``."""
         bias = None if self.bias is None else self.bias.flatten()
         x_SBH = self.region.enter(x_SBH) if self.enters else x_SBH
-        y_SBF = self.linear(x_SBH, self.weight, bias)
-        return y_SBF if self.adapter is None else self.adapter(x_SBH, y_SBF)
+        if self.adapter is None:
+            return self.linear(x_SBH, self.weight, bias)
+        adapted_SBF: Tensor = self.adapter(x_SBH, self.linear(x_SBH, self.weight))
+        return adapted_SBF if bias is None else adapted_SBF + bias
 
 
 class RowLinear(nn.Module):
@@ -337,7 +349,7 @@ class RowLinear(nn.Module):
         infos = context.infos.row(name, num_inputs, bias=bias)
         self.weight = context.params.normal(infos[name], std=context.output_std)
         self.bias = context.params.zeros(infos[f"{name}_bias"]) if bias else None
-        self.adapter = context.adapter(infos[name])
+        self.adapter = context.adapter(infos[name], self.weight)
 
     @classmethod
     def of(cls, infos: Infos, name: str, *, context: ModelContext) -> RowLinear:

@@ -19,6 +19,7 @@ from megacore.moe.dispatchers import (
     make_dispatcher,
     make_peers,
 )
+from megacore.moe.echo.clones import FC1, FC2
 from megacore.moe.echo.layer import Echo, ReceiveBudget
 from megacore.moe.experts import ExpertBiases, GroupedExperts
 from megacore.moe.layer import InTwoParts, MoELayer
@@ -29,6 +30,7 @@ from megacore.parallel.batch import Microbatch
 from megacore.parallel.params import use_params
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.config import MoEConfig
+from megatrain.models.adapters import make_expert_adapters
 from megatrain.models.layers import ModelContext
 from megatrain.models.mappings import Region, gather_sequence, scatter_sequence
 from megatrain.models.param_infos import Infos
@@ -231,4 +233,10 @@ def _experts(name: str, infos: Infos, context: ModelContext) -> GroupedExperts:
         biases=biases,
         fp8=context.fp8,
         scale_inputs=context.moe.scale_inputs,
+        adapters=make_expert_adapters(
+            {FC1: infos[f"{name}.fc1"], FC2: infos[f"{name}.fc2"]},
+            infos,
+            lora=context.lora,
+            params=params,
+        ),
     )

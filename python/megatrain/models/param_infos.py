@@ -261,10 +261,11 @@ class GPTInfos:
             tp_dim=2,
             matrices=Matrices(batch_dims=1),
         )
+        adapters = self.adapters(fc1) | self.adapters(fc2)
         if not moe.biases:
-            return _by_name([router, fc1, fc2])
+            return _by_name([router, fc1, fc2]) | adapters
         biases = (_bias(router, None), fc1, fc2, _bias(fc1, fc1.tp_dim), _bias(fc2, None))
-        return _by_name([router, *biases])
+        return _by_name([router, *biases]) | adapters
 
     # ---- layers and stages ----
 

@@ -18,7 +18,7 @@ from megacore.ops.recompute import RecomputeCache, recompute
 from megacore.parallel.batch import Microbatch
 from megatrain.models.attention.gqa import Attention
 from megatrain.models.attention.mla import LatentAttention
-from megatrain.models.dropout import Site
+from megatrain.models.dropout import Site, batch_in_use
 from megatrain.models.layers import (
     ColumnLinear,
     ModelContext,
@@ -182,10 +182,12 @@ class TransformerLayer(nn.Module):
         """Compute what `attention_block` adds."""
 
         def project(x_SBH: Tensor) -> Tensor:
-            return self.attention.qkv(self.attention_norm(x_SBH))  # type: ignore[no-any-return]
+            with batch_in_use(batch):
+                return self.attention.qkv(self.attention_norm(x_SBH))  # type: ignore[no-any-return]
 
         def mix(qkv_SBX: Tensor) -> Tensor:
-            return self.attention(qkv_SBX, rotary, batch.documents)  # type: ignore[no-any-return]
+            with batch_in_use(batch):
+                return self.attention(qkv_SBX, rotary, batch.documents)  # type: ignore[no-any-return]
 
         qkv_SBX = recompute(project, x_SBH) if "norm" in recomputed else project(x_SBH)
         mixed_SBH = recompute(mix, qkv_SBX) if "attention" in recomputed else mix(qkv_SBX)
@@ -216,20 +218,30 @@ class TransformerLayer(nn.Module):
             cache = RecomputeCache() if "moe" in recomputed else cache
 
             def experts(x: Tensor) -> Tensor:
-                return mlp(norm(x), batch, cache=cache)  # type: ignore[no-any-return]
+                with batch_in_use(batch):
+                    return mlp(norm(x), batch, cache=cache)  # type: ignore[no-any-return]
 
             inner_SBH = (
                 recompute(experts, x_SBH, cache=cache) if "moe" in recomputed else experts(x_SBH)
             )
         elif "mlp" in recomputed:
-            inner_SBH = recompute(lambda x: mlp(norm(x)), x_SBH)
+
+            def whole(x: Tensor) -> Tensor:
+                with batch_in_use(batch):
+                    return mlp(norm(x))  # type: ignore[no-any-return]
+
+            inner_SBH = recompute(whole, x_SBH)
         else:
 
             def widen(x_SBH: Tensor) -> Tensor:
-                return mlp.gate_up(norm(x_SBH))  # type: ignore[no-any-return]
+                with batch_in_use(batch):
+                    return mlp.gate_up(norm(x_SBH))  # type: ignore[no-any-return]
+
+            def finish(wide_SBF: Tensor) -> Tensor:
+                with batch_in_use(batch):
+                    return mlp.finish(wide_SBF)
 
             wide_SBF = recompute(widen, x_SBH) if "norm" in recomputed else widen(x_SBH)
-            finish = mlp.finish
             inner_SBH = (
                 recompute(finish, wide_SBF) if "activation" in recomputed else finish(wide_SBF)
             )

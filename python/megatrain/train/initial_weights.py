@@ -20,6 +20,7 @@ from megatrain.hf import HFWeights
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
 from megatrain.hf_folder import is_model_folder
+from megatrain.models.adapters import Adapter
 from megatrain.train.trainer import Trainer, without_state
 
 
@@ -79,6 +80,11 @@ def load_base(
     base = on_rank_0(lambda: find_base(given, adapters), trainer.groups)
     notes = _fill_weights(trainer, Path(base.path))
     _finish(trainer)
+    trainer.optimizer.finish_param_gather()
+    for chunk in trainer.chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapter):
+                module.start_magnitudes()
     return base, notes
 
 

@@ -112,6 +112,7 @@ OTHERS: dict[str, Any] = {
     "debug.load_interval": 1,
     "optimizer.loss_scale": 1024.0,
     "lora.rank": 3,
+    "lora.dropout": 0.5,
     "lora.targets": ["q"],
     "lora.modules_to_save": ["embedding"],
 }
@@ -192,10 +193,12 @@ KEPT = [
 ]
 
 
-def _config(folder: Path, changes: dict[str, Any]) -> ResolvedConfig:
+def _config(folder: Path, changes: dict[str, Any], name: str = "run") -> ResolvedConfig:
     sections: dict[str, Any] = {}
     values = {**BASE, "data.source": str(folder / "text.txt"), **changes}
-    for key, value in {**values, "run.dir": str(folder / "run")}.items():
+    if "lora.rank" in changes:
+        values["checkpoint.load_weights"] = str(folder / "base")
+    for key, value in {**values, "run.dir": str(folder / name)}.items():
         table = sections
         *path, name = key.split(".")
         for part in path:
@@ -209,6 +212,9 @@ def _results(folder: Path, config: ResolvedConfig) -> tuple[Any, ...]:
     folder.mkdir(exist_ok=True)
     text = "".join(f"The {number} quick brown fox {number**2}.\n" for number in range(300))
     (folder / "text.txt").write_text(text)
+    if config.lora.is_on:  # needs weights
+        experts = {"moe.num_experts": config.moe.num_experts}
+        train(_config(folder, {**experts, "train.steps": 1}, "base"), rank_context(0, 1))
     train(config, rank_context(0, 1))
     run = folder / "run"
     timed = ("time", "tokens_per", "flops", "memory", "slowest", "mfu")

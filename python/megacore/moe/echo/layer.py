@@ -27,6 +27,7 @@ from megacore.moe.dispatchers import (
     StaticBudget,
 )
 from megacore.moe.dispatchers.base import constant
+from megacore.moe.echo.clone_rows import append_rows
 from megacore.moe.echo.clones import LayerClones
 from megacore.moe.echo.device_plan import DevicePlan, plan_offload_on_device
 from megacore.moe.echo.reroute import SourceRow, reroute
@@ -189,6 +190,20 @@ class Echo:
             fc1=experts.fc1,
             fc2=experts.fc2,
             on_sent=self.sums[BYTES_SENT].add_,
+        )
+
+    def extension(self, plan: EchoDispatchPlan) -> Callable[[Tensor], Tensor]:
+        """Return a function that appends rows of clones to rows of home experts, see `append_rows`.
+
+        Sync:
+            As `clones`.
+        """
+        return partial(
+            append_rows,
+            slots=self.slots.rows(),
+            plan=plan.offload,
+            ep=self._ep,
+            tries_memory=self._tries_memory,
         )
 
     def reset_counts(self) -> None:

@@ -25,6 +25,9 @@ from megacore.moe.echo.memory_trial import clone_fault
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group
 
+# After those of weights and gradients of two projections.
+_ROWS_TAG = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class CloneRoutes:
@@ -145,6 +148,13 @@ class SlotBuffers:
         self._grads: dict[int, Tensor] = {}
         self._grads_leaving: dict[int, list[dist.Work]] = {}
         self._memory: tuple[CloneMemory, ...] | None = None
+        self._rows: SlotBuffers | None = None
+
+    def rows(self) -> SlotBuffers:
+        """Return the slots for rows of small weights of experts, such as adapters."""
+        if self._rows is None:
+            self._rows = SlotBuffers(self.num_slots, len(self.sets))
+        return self._rows
 
     def memory(self, group: Group, fc1: Tensor, fc2: Tensor) -> tuple[CloneMemory, ...]:
         """Get the slots in peer memory for layers with these weights, ``(L, N, K)``.
@@ -170,6 +180,8 @@ class SlotBuffers:
         """Raise an error if waiting for a rank timed out; see `CloneMemory.check`."""
         for memory in self._memory or ():
             memory.check()
+        if self._rows is not None:
+            self._rows.check()
 
     def grads(self, projection: int, like: Tensor, num_used: int) -> Tensor:
         """Get gradient buffers of the first slots; waits until earlier sends from them are done."""
@@ -203,7 +215,8 @@ class SlotBuffers:
         """Count the bytes allocated so far; the first forward and backward passes allocate."""
         shared = sum(memory.num_bytes for memory in self._memory or ())
         grads = sum(tensor.nbytes for tensor in self._grads.values())
-        return shared + grads + sum(each.num_bytes for each in self.sets)
+        rows = 0 if self._rows is None else self._rows.num_bytes()
+        return shared + grads + rows + sum(each.num_bytes for each in self.sets)
 
 
 def _post(
@@ -229,6 +242,19 @@ def _post(
     if len(works) < len(messages):  # one for all of them
         return works, works
     return works[: len(sent)], works[len(sent) :]
+
+
+def exchange_rows(
+    sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]], group: Group
+) -> None:
+    """Send and receive one message per tensor, to or from the group position paired with it.
+
+    Sync:
+        Waits for the messages; on gloo the host waits.
+    """
+    leaving, arriving = _post(sent, received, group, _ROWS_TAG)
+    _wait(arriving)
+    _wait(leaving)
 
 
 def _buffer(

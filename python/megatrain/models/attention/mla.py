@@ -118,7 +118,9 @@ class LatentAttention(nn.Module):
             shared_TBX: Latents and rotated parts of keys of all tokens so far, ``(T, B, C + R)``.
         """
         mla = self.mla
-        up_NXC = self.kv_up.weight
+        up_NXC: Tensor = self.kv_up.weight
+        if self.kv_up.adapter is not None:
+            up_NXC = self.kv_up.adapter.merged().view(up_NXC.shape)
         q_SBNP, q_SBNR = q_SBND[..., : mla.nope_head_dim], q_SBND[..., mla.nope_head_dim :]
         q_SBNC = torch.einsum("sbnp,npc->sbnc", q_SBNP, up_NXC[:, : mla.nope_head_dim])
         mixed_SBNC = attend(
@@ -187,13 +189,15 @@ class LatentProjection(nn.Module):
         self.q_down = self.q_norm = self.q = None
         if self.has_q_latent:
             self.q_down = params.normal(infos[f"{name}.q_down"], std=std)
-            self.q_adapter = context.adapter(infos[f"{name}.q_down"])
+            self.q_adapter = context.adapter(infos[f"{name}.q_down"], self.q_down, inside=False)
             self.q_norm = params.ones(infos[f"{name}.q_latent_norm"])
         else:
             self.q = params.normal(infos[f"{name}.q"], std=std)
-            self.q_adapter = context.adapter(infos[f"{name}.q"])
+            self.q_adapter = context.adapter(infos[f"{name}.q"], self.q)
         self.kv_down = params.normal(infos[f"{name}.kv_down"], std=std)
-        self.kv_adapter = context.adapter(infos[f"{name}.kv_down"])
+        self.kv_adapter = context.adapter(
+            infos[f"{name}.kv_down"], self.kv_down, inside=not self.has_q_latent
+        )
         self.kv_norm = params.ones(infos[f"{name}.kv_latent_norm"])
 
     def forward(self, x_SBH: Tensor) -> Tensor:
