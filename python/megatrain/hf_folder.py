@@ -21,7 +21,7 @@ from megatrain.files import read_ahead
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
-_ADAPTER_NAME = "adapter_config.json"
+ADAPTER_NAME = "adapter_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 BLOCK_BYTES = 1 << 24
 # Elements read at a time: 1 MiB in float32, which stays in the processor's cache until written.
@@ -60,16 +60,20 @@ def is_model_folder(path: Path) -> bool:
     Raises:
         MegacoreError: If it is the folder of an adapter.
     """
-    adapter = path / _ADAPTER_NAME
-    if not adapter.is_file():
+    if not is_adapter_folder(path):
         return (path / CONFIG_NAME).is_file()
-    content = read_object(adapter)
+    content = read_object(path / ADAPTER_NAME)
     kind = str(content.get("peft_type") or "PEFT").replace("LORA", "LoRA")
     base = content.get("base_model_name_or_path") or "an unknown model"
     raise MegacoreError(
-        f"{path} is a {kind} adapter of {base}; merge it into its base first (merge_and_unload "
-        "and save_pretrained of the peft package), and name the merged folder"
+        f"{path} is a {kind} adapter of {base}; import it first (megacore import-hf {path} OUT "
+        "--base FOLDER), and name OUT"
     )
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Check whether a path is a folder with an adapter of PEFT."""
+    return (path / ADAPTER_NAME).is_file()
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -98,6 +102,7 @@ class TensorFiles:
     Args:
         folder: Folder with the files listed in ``model.safetensors.index.json``, else
             ``model.safetensors``, else all ``*.safetensors``.
+        only: The only file to read.
 
     Attributes:
         formats: Supported number formats by their name in the files.
@@ -108,8 +113,11 @@ class TensorFiles:
 
     formats: Mapping[str, torch.dtype] = DTYPES
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, only: str | None = None) -> None:
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+        if only is not None:
+            self._files = _places([folder / only])
+            return
         single = folder / WEIGHTS_NAME
         if (folder / INDEX_NAME).is_file():
             self._files = _indexed_files(folder / INDEX_NAME)
@@ -405,14 +413,7 @@ def write_tensors(
         names = [WEIGHTS_NAME]
     values = iter(blocks)
     for name, shard in zip(names, shards, strict=True):
-        with (folder / name).open("wb") as file:
-            end = file.write(_header(shard))
-            for spec in shard:
-                end += spec.num_bytes
-                for block in next(values):
-                    content = block.to(device="cpu", dtype=spec.dtype).reshape(-1)
-                    file.write(content.view(torch.uint8).numpy().data)
-                assert file.tell() == end
+        write_file(folder / name, shard, values)
     if len(shards) > 1:
         weight_map = {
             spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
@@ -426,6 +427,19 @@ def write_tensors(
             },
         )
     return [folder / name for name in names]
+
+
+def write_file(path: Path, specs: Sequence[TensorSpec], blocks: Iterable[Iterable[Tensor]]) -> None:
+    """Write one file of tensors; arguments as `write_tensors`, which may have more blocks."""
+    values = iter(blocks)
+    with path.open("wb") as file:
+        end = file.write(_header(specs))
+        for spec in specs:
+            end += spec.num_bytes
+            for block in next(values):
+                content = block.to(device="cpu", dtype=spec.dtype).reshape(-1)
+                file.write(content.view(torch.uint8).numpy().data)
+            assert file.tell() == end
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

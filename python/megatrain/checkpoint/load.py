@@ -90,6 +90,7 @@ class StoredWeights:
     Attributes:
         folder: The checkpoint folder.
         config: The run's configuration as plain values.
+        state: Progress of the run.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged or of another format, or has no
@@ -104,6 +105,7 @@ class StoredWeights:
             index = read_index(self.folder)
             check_files(self.folder, index)
         self.config = index.config
+        self.state = index.state
         self._metadata = read_metadata(self.folder, index)
         self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
         averages = _stored_tensors(self._metadata, AVERAGE) if averaged else {}

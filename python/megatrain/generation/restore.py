@@ -10,12 +10,13 @@ from torch import Tensor
 
 from megacore.errors import CheckpointError
 from megacore.parallel import ProcessGroups
-from megatrain.checkpoint import load_full_weights, resolve_checkpoint
+from megatrain.checkpoint import StoredWeights
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
 from megatrain.data import Tokenizer, load_tokenizer
 from megatrain.hf import import_hf
+from megatrain.hf.merged_weights import open_merged
 from megatrain.hf_folder import is_model_folder
 from megatrain.models.gpt import GPTChunk
 
@@ -52,14 +53,14 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
     """
     if is_model_folder(Path(path)):
         return _restore_hf(Path(path), device)
-    values, weights = load_full_weights(path)
-    config = config_from_values(values, source=str(path))
+    stored = StoredWeights(path, verified=False)
+    config = config_from_values(stored.config, source=str(path))
     if config.model.factory is not None:
         raise CheckpointError(
             f'checkpoint {path} is of a model of your own, model.factory = "{config.model.factory}"'
             "; megacore generates text with its own GPT only"
         )
-    tokenizer = tokenizer_beside(config.data.tokenizer, resolve_checkpoint(path))
+    tokenizer = tokenizer_beside(config.data.tokenizer, stored.folder)
     data = config.data.model_copy(update={"tokenizer": tokenizer})
     model = GPTChunk(
         config.model,
@@ -72,6 +73,10 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         moe=config.moe.model_copy(update={"dispatcher": "alltoall", "capacity_factor": None}),
         initialize=False,
     )
+    with stored:
+        source = open_merged(stored, dtype=torch.float32) if config.lora.is_on else stored
+        weights = source.read(source.names())
+        stored.verify()
     _fill(model, weights, path)
     return RestoredModel(
         model=model,

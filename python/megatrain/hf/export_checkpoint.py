@@ -14,10 +14,14 @@ from megatrain.checkpoint import StoredWeights
 from megatrain.checkpoint.format import step_folder, step_folders
 from megatrain.checkpoint.model_files import GENERATION_NAME, write_files
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
-from megatrain.config import config_from_values
+from megatrain.config import LoraConfig, config_from_values
 from megatrain.files import describe_os_error, filled_folder
-from megatrain.hf.export_plan import KeptFiles, plan_export
+from megatrain.hf.export_hf import ParamSource
+from megatrain.hf.export_plan import plan_export
+from megatrain.hf.kept_files import KeptFiles
+from megatrain.hf.merged_weights import open_merged
 from megatrain.hf_folder import CONFIG_NAME, write_json, write_tensors
+from megatrain.models.build import torch_dtype
 
 # Limit of `transformers` before version 5; files of this size can be copied anywhere.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -55,6 +59,8 @@ def export_checkpoint(
     step: int | None = None,
     family: str | None = None,
     averaged: bool = False,
+    merged: bool = False,
+    base: str | Path | None = None,
 ) -> ExportedModel:
     """Write the weights of a checkpoint of any layout as a Hugging Face folder, in this process.
 
@@ -75,30 +81,31 @@ def export_checkpoint(
         family: ``model_type`` to export as. Default: that of the import, else the first that has
             the model's shape.
         averaged: Write the moving average of the weights (``optimizer.ema_decay``).
+        merged: Merge the adapters of a run with ``lora.rank`` into the weights of its base, in
+            float32 with one rounding.
+        base: Folder of the base, to merge. Default: where the run found it.
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged, or has no moving average.
         MegacoreError: If no family has the model's shape, or ``out`` is not empty or not writable.
     """
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise MegacoreError(f"{out} {what}; name a new folder to export into")
-    stored = StoredWeights(
-        path if step is None else _folder_of_step(Path(path), step),
-        verified=False,
-        averaged=averaged,
-    )
+    out = check_free(out)
+    stored = open_stored(path, step=step, averaged=averaged)
     config = config_from_values(stored.config, source=str(stored.folder))
+    _check_merged(config.lora, merged, stored.folder)
     kept = KeptFiles.of(config.data.tokenizer, stored.folder)
     plan = plan_export(config, kept, dtype=dtype, family=family)
     generation = kept.generation(plan.config)
+    source: ParamSource = stored
+    if merged:
+        is_kept = dtype is None and kept.dtype is not None
+        source = open_merged(stored, path=base, dtype=None if is_kept else torch_dtype(plan.dtype))
     try:
         with stored, filled_folder(out), torch.no_grad():
             files = write_tensors(
                 out,
                 plan.tensors.specs,
-                plan.tensors.blocks(stored),
+                plan.tensors.blocks(source),
                 max_shard_bytes=max_shard_bytes,
             )
             stored.verify()
@@ -117,6 +124,37 @@ def export_checkpoint(
         has_tokenizer=TOKENIZER_NAME in kept.tokenizer,
         notes=plan.notes,
     )
+
+
+def _check_merged(lora: LoraConfig, merged: bool, folder: Path) -> None:
+    if lora.is_on and not merged:
+        raise MegacoreError(
+            f"{folder} has adapters and no whole weights; add --merge for a model with merged "
+            "weights, or --adapter for the files of PEFT"
+        )
+    if merged and not lora.is_on:
+        raise MegacoreError(
+            f"{folder} is not of a run with adapters (lora.rank is not set); leave --merge out"
+        )
+
+
+def check_free(out: str | Path) -> Path:
+    """Check that an export can write into a folder.
+
+    Raises:
+        MegacoreError: If it is a file, or not empty.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise MegacoreError(f"{out} {what}; name a new folder to export into")
+    return out
+
+
+def open_stored(path: str | Path, *, step: int | None, averaged: bool) -> StoredWeights:
+    """Open the checkpoint of a step, not verified yet; arguments as `export_checkpoint`."""
+    folder = path if step is None else _folder_of_step(Path(path), step)
+    return StoredWeights(folder, verified=False, averaged=averaged)
 
 
 def _folder_of_step(path: Path, step: int) -> Path:

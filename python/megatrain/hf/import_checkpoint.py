@@ -93,7 +93,7 @@ def import_checkpoint(
         MegacoreError: If the model cannot be imported, or ``out`` is not empty or not writable.
     """
     folder, out = Path(folder), Path(out)
-    _check_free(out)
+    check_new(out)
     found = open_folder(folder, seq_length=seq_length, ignore=ignore)
     model, moe = found.model, found.moe
     weights = HFWeights(found.files, found.config, model, moe)
@@ -102,8 +102,8 @@ def import_checkpoint(
     if has_tokenizer:
         load_tokenizer(str(tokenizer))
     name = out.absolute().name
-    settings = _settings(model, moe, out, tokenizer=has_tokenizer, name=name)
-    dtype, notes = _train_dtype(found.files)
+    settings = run_settings(model, moe, out, tokenizer=has_tokenizer, name=name)
+    dtype, notes = train_dtype(found.files)
     settings["train"] = {"dtype": dtype}
     note = training_note(found.config, model, moe)
     notes = (*found.notes, *notes, *(() if note is None else (note,)))
@@ -116,12 +116,7 @@ def import_checkpoint(
     try:
         with filled_folder(out):
             keep_files(files_of_model(folder), out)
-            header = (
-                f"# Imported from {folder.absolute()}; for `megacore train`, with data.source set."
-                "\n\n"
-            )
-            portable = with_folder_of_file(settings, out.absolute())
-            (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
+            write_settings(settings, out, folder)
             checkpoint = save_checkpoint(
                 out / "checkpoints",
                 pieces,
@@ -144,16 +139,29 @@ def import_checkpoint(
     )
 
 
-def _check_free(out: Path) -> None:
+def check_new(out: Path) -> None:
+    """Check that an import can write into a folder.
+
+    Raises:
+        MegacoreError: If it is a file, or not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "holds files already" if out.is_dir() else "is a file"
         raise MegacoreError(f"{out} {what}; name a new folder to import into")
 
 
-def _settings(
+def run_settings(
     model: ModelConfig, moe: MoEConfig, out: Path, *, tokenizer: bool, name: str
 ) -> dict[str, dict[str, Any]]:
-    """Build the settings of the configuration file: the model, and the few others it needs."""
+    """Return the settings of a configuration file: the model, and the few others it needs.
+
+    Args:
+        model: A ``[model]`` section.
+        moe: A ``[moe]`` section.
+        out: The folder of the file and of the weights.
+        tokenizer: Whether `keep_files` of the folder have a tokenizer.
+        name: Name of the run.
+    """
     path = {"tokenizer": str((out / FOLDER_NAME / TOKENIZER_NAME).absolute())} if tokenizer else {}
     settings: dict[str, dict[str, Any]] = {
         **import_values(model, moe),
@@ -166,7 +174,18 @@ def _settings(
     return {section: values for section, values in settings.items() if values}
 
 
-def _train_dtype(files: TensorFiles) -> tuple[str, tuple[str, ...]]:
+def write_settings(settings: dict[str, dict[str, Any]], out: Path, origin: Path) -> None:
+    """Write the configuration file of an import into its folder.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    header = f"# Imported from {origin.absolute()}; for `megacore train`, with data.source set.\n\n"
+    portable = with_folder_of_file(settings, out.absolute())
+    (out / CONFIG_NAME).write_text(header + tomli_w.dumps(portable), encoding="utf-8")
+
+
+def train_dtype(files: TensorFiles) -> tuple[str, tuple[str, ...]]:
     """Return ``train.dtype`` for the number format of the files, with a note if it differs."""
     dtype = dtype_name(files.dtype())
     if dtype != "float16":

@@ -177,6 +177,21 @@ class HFWeights:
             lambda first, block: self._read_runs(block, name, first),
         )
 
+    def has_ranges(self, name: str) -> bool:
+        """Check whether ranges of a flattened parameter can be read without the rest of it."""
+        return self._runs(name) is not None
+
+    @torch.no_grad()
+    def read_range(self, name: str, start: int, into: Tensor) -> None:
+        """Read a range of a flattened parameter that has ranges into a contiguous tensor."""
+        self._read_runs(into, name, start)
+
+    def read_param(self, name: str) -> Tensor:
+        """Read a whole parameter, in `dtype`."""
+        values = torch.empty(self._infos[name].full_shape, dtype=self.dtype(name))
+        self.read_into(values, name, ShardPosition())
+        return values
+
     def not_finite(self, name: str) -> str | None:
         """Return the first tensor of a parameter with a NaN or infinite value, or ``None``."""
         for theirs in self._rows[name][1]:

@@ -34,7 +34,8 @@ from megatrain.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of
 from megatrain.checkpoint.model_files import FOLDER_NAME
 from megatrain.config import ResolvedConfig, config_from_values
 from megatrain.hf.assembly import Part, TensorAssembly
-from megatrain.hf.export_plan import ExportPlan, KeptFiles, plan_export
+from megatrain.hf.export_plan import ExportPlan, plan_export
+from megatrain.hf.kept_files import KeptFiles
 from megatrain.train.trainer import Trainer
 
 WhichRanks = Literal["rank 0", "all"]

@@ -234,15 +234,6 @@ def test_entries_are_ignored_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
-def test_an_adapter_is_refused_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta/Llama"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    message = complaint(capsys, str(tmp_path), str(tmp_path / "out"))
-    assert f"{tmp_path} is a LoRA adapter of meta/Llama; merge it into its base first" in message
-
-
 def test_weights_that_are_not_finite_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,7 +343,7 @@ def test_the_padding_row_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("with_model", [False, True])
-@pytest.mark.parametrize("command", ["import-hf", "eval", "generate"])
+@pytest.mark.parametrize("command", ["eval", "generate"])
 def test_folders_of_adapters_are_refused_by_name(
     command: str, with_model: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,10 +353,10 @@ def test_folders_of_adapters_are_refused_by_name(
     (folder / "adapter_config.json").write_text(json.dumps(entries))
     if with_model:  # transformers would load the adapter too
         save_theirs("llama", folder)
-    rest = {"import-hf": [str(tmp_path / "out")], "eval": [], "generate": ["--prompt=a"]}
+    rest = {"eval": [], "generate": ["--prompt=a"]}
     assert main([command, str(folder), *rest[command]]) == 2
     said = capsys.readouterr().err
-    assert f"{folder} is a LoRA adapter of org/base; merge it into its base first" in said
+    assert f"{folder} is a LoRA adapter of org/base; import it first (megacore import-hf" in said
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])

@@ -102,6 +102,6 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "model_type must be one of llama" in capsys.readouterr().err
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     assert main(["plan", str(tmp_path), "--gpus=8"]) == 2
-    assert "is a LoRA adapter of an unknown model; merge it" in capsys.readouterr().err
+    assert "is a LoRA adapter of an unknown model; import it" in capsys.readouterr().err
     assert main(["plan", str(tmp_path.parent), "--gpus=8"]) == 2
     assert "is a folder, not a TOML file" in capsys.readouterr().err
