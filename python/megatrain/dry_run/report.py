@@ -28,7 +28,7 @@ def dry_run_text(found: DryRun) -> str:
     lines += _group_lines(costs)
     lines.append(
         f"start       {costs.build_s:.1f} s to build the rank here, without drawing weights; "
-        f"{costs.step_s:.1f} s for the last step"
+        f"{costs.step_s:.1f} s for the last step; {costs.num_saved:,} pieces of a checkpoint"
     )
     lines += _cuda_lines(found.cuda)
     verdict = "works" if found.works else "fails: see host sync and error"

@@ -51,6 +51,7 @@ class StepCosts:
         groups: Ranks of each process group of more than one rank.
         num_communicators: Distinct groups of more than one rank.
         num_microbatches: Microbatches of the step.
+        num_saved: Pieces of tensors that this rank has of a checkpoint.
         num_graphs: Graphs that were captured, emulated.
         notes: Notes on their capture.
     """
@@ -64,6 +65,7 @@ class StepCosts:
     groups: Mapping[str, int]
     num_communicators: int
     num_microbatches: int
+    num_saved: int
     num_graphs: int = 0
     notes: tuple[str, ...] = ()
 
@@ -212,6 +214,7 @@ def measure_steps(
         groups={group.name: group.size for group in _groups(trainer) if group.size > 1},
         num_communicators=len(handles),
         num_microbatches=trainer.eager.num_microbatches,
+        num_saved=sum(len(piece.tensors) for piece in trainer.pieces()),
         num_graphs=0 if graphs is None or graphs.measured is None else graphs.measured.num_graphs,
         notes=() if graphs is None else tuple(graphs.take_notes()),
     )

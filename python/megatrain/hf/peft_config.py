@@ -91,7 +91,7 @@ class PeftConfig:
             MegacoreError: If an entry changes what an adapter computes, is unknown, or has another
                 type. One message has all that are refused.
         """
-        content = {name: value for name, value in content.items() if name not in ignore}
+        content = _without(content, ignore)
         refused = _refusals(content)
         if refused:
             raise MegacoreError(f"{ADAPTER_NAME}: {'; '.join(refused)}")
@@ -142,6 +142,20 @@ class PeftConfig:
         return any(name == each or name.endswith(f".{each}") for each in self.parameters)
 
 
+def _without(content: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    for name in ignored:
+        if name not in content:
+            raise MegacoreError(
+                f"--ignore must name an entry of {ADAPTER_NAME}, got {name}, which it does not have"
+            )
+        if name in _KNOWN or name in _REFUSED:
+            raise MegacoreError(
+                "--ignore must name an entry that does not change what the adapter computes, got "
+                f"{name}; change it in {ADAPTER_NAME}"
+            )
+    return {name: value for name, value in content.items() if name not in ignored}
+
+
 def _refusals(content: Mapping[str, Any]) -> list[str]:
     kind = content.get("peft_type")
     if kind != "LORA":
@@ -155,7 +169,7 @@ def _refusals(content: Mapping[str, Any]) -> list[str]:
     if init not in _PLAIN_INITS:
         refused.append(
             f"init_lora_weights = {json.dumps(init)} is not supported (PEFT changes the base "
-            "weights when it loads the adapter; save it with "
+            "weights or the training when it loads the adapter; save it with "
             "path_initial_model_for_weight_conversion, which makes it a plain one)"
         )
     if content.get("bias", "none") != "none":

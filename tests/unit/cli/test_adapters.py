@@ -154,6 +154,17 @@ def test_tensors_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_unknown_entries_can_be_ignored(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = changed(made / "llama", tmp_path / "adapter", {"warp": 9}, {}), tmp_path / "out"
+    said = complaint(capsys, "import-hf", folder, out, "--ignore=r")
+    assert "that does not change what the adapter computes, got r; change it" in said
+    said = complaint(capsys, "import-hf", folder, out, "--ignore=woof")
+    assert "must name an entry of adapter_config.json, got woof, which it does not have" in said
+    assert main(["import-hf", str(folder), str(out), "--ignore=warp"]) == 0
+
+
 def test_experts_have_adapters_in_one_form_or_none(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ def test_a_dry_run_reports_one_rank_and_writes_nothing(
     assert "layers.2" in shown
     assert "1 of the results of the step (megacore/optim/distributed_optimizer.py:" in shown
     assert "world 64, tp 2, dp 16" in shown
+    # Of each parameter, the rank has at most one range: main weight and two moments.
+    [pieces] = re.findall(r"for the last step; (\d+) pieces of a checkpoint", shown)
+    assert int(pieces) % 3 == 0
+    assert 0 < int(pieces) <= 3 * 20
     assert shown.rstrip().endswith("works")
     assert [path.name for path in Path().iterdir()] == [config]
 
