@@ -23,13 +23,15 @@ def closest_matches(word: str, known: Sequence[str], *, count: int) -> list[str]
         ['train']
         >>> closest_matches("layers", ["num_layers", "num_heads"], count=1)
         ['num_layers']
+        >>> closest_matches("adamW", ["adam", "adamw"], count=1)
+        ['adamw']
         >>> closest_matches("nope.toml", ["demo.toml", "pyproject.toml"], count=3)
         []
     """
     scored = []
     for candidate in known:
         a, b = word.lower(), candidate.lower()
-        distance = 1 if _is_larger_part(a, b) else edit_distance(a, b)
+        distance = min(edit_distance(a, b), 1 if _is_larger_part(a, b) else len(a) + len(b))
         if distance <= _allowed_edits(a, b):
             scored.append((distance, a[:1] != b[:1], candidate))
     return [candidate for *_, candidate in sorted(scored)[:count]]
@@ -38,11 +40,13 @@ def closest_matches(word: str, known: Sequence[str], *, count: int) -> list[str]
 def nearest(word: str, known: Sequence[str], *, count: int) -> list[str]:
     """Return the known words with the fewest edits from ``word``, however many these are.
 
+    A ``*`` in ``word`` stands for any letters, as in shell-style patterns.
+
     Example:
-        >>> nearest("layers.*.mpl", ["embedding", "layers.0.attn", "layers.0.mlp"], count=1)
-        ['layers.0.mlp']
+        >>> nearest("layer.*", ["head", "layers.0.attn", "layers.0.mlp"], count=2)
+        ['layers.0.attn', 'layers.0.mlp']
     """
-    return sorted(known, key=lambda candidate: edit_distance(word, candidate))[:count]
+    return sorted(known, key=lambda candidate: edit_distance(word, candidate, star=True))[:count]
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -66,18 +70,28 @@ def _is_larger_part(word: str, candidate: str) -> bool:
     return f"_{word.replace('-', '_')}_" in parts and 2 * len(word) > len(candidate)
 
 
-def edit_distance(first: str, second: str) -> int:
+def edit_distance(first: str, second: str, *, star: bool = False) -> int:
     """Return the edit distance: insertions, deletions, changes and swaps of neighbours.
+
+    Args:
+        first: A word.
+        second: Another one.
+        star: A ``*`` of ``first`` stands for any letters of ``second``.
 
     Example:
         >>> edit_distance("tarin", "train"), edit_distance("ab", "abcd")
         (1, 2)
+        >>> edit_distance("layer.*.mlp", "layers.12.mlp", star=True)
+        1
     """
     above: list[int] = []
     row = list(range(len(second) + 1))
     for i, a in enumerate(first, start=1):
-        second_above, above, row = above, row, [i]
+        second_above, above, row = above, row, [row[0] if star and a == "*" else row[0] + 1]
         for j, b in enumerate(second, start=1):
+            if star and a == "*":
+                row.append(min(row[j - 1], above[j], above[j - 1]))
+                continue
             best = min(row[j - 1] + 1, above[j] + 1, above[j - 1] + (a != b))
             if i > 1 and j > 1 and (a, b) == (second[j - 2], first[i - 2]):
                 best = min(best, second_above[j - 2] + 1)

@@ -415,7 +415,10 @@ def test_a_plan_counts_the_state_of_the_optimizers_of_groups() -> None:
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        ([{"pattern": "layer.*", "optimizer": "none"}], r"none of the .* parameters; nearest:"),
+        (
+            [{"pattern": "layer.*", "optimizer": "none"}],
+            r"'layer\.\*' matches none of the .* parameters; nearest: layers\.0\.",
+        ),
         (
             [{"pattern": "*.qkv"}, {"pattern": "layers.0.*.qkv", "lr_scale": 2.0}],
             r"gets no parameter: all 1 that it matches, such as .*, are in earlier groups, such as "

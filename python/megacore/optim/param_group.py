@@ -109,15 +109,15 @@ def require_matches(param_groups: Sequence[ParamGroup], names: Collection[str]) 
         if not matched:
             close = nearest(group.pattern, sorted(names), count=3)
             raise ValueError(
-                f"the pattern {group.pattern!r} of a ParamGroup matches none of the {len(names)} "
-                f"parameters; nearest: {', '.join(close)}"
+                f"the pattern {group.pattern!r} matches none of the {len(names)} parameters; "
+                f"nearest: {', '.join(close)}"
             )
         before = [_first_match(name, param_groups[:number]) for name in matched]
         if None not in before:
             assert before[0] is not None
             raise ValueError(
-                f"the pattern {group.pattern!r} of a ParamGroup gets no parameter: all "
-                f"{len(matched)} that it matches, such as {matched[0]}, are in earlier groups, "
+                f"the pattern {group.pattern!r} gets no parameter: all {len(matched)} that "
+                f"it matches, such as {matched[0]}, are in earlier groups, "
                 f"such as {before[0].pattern!r}; the first match wins, so list it before them"
             )
 

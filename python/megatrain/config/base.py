@@ -27,6 +27,8 @@ _LARGE = frozenset({"seed", "warmup", "decay_end", "tail_length"})
 MAX_TIMEOUT_S = 7 * 86400.0
 
 
+# Settings that are number formats.
+_DTYPE_FIELDS = ("dtype", "moments_dtype", "grad_dtype", "precision")
 # Other names of number formats, as users of torch and Megatron-LM write them.
 _DTYPES = MappingProxyType(
     {
@@ -114,7 +116,9 @@ class Section(BaseModel, metaclass=_SectionType):
         frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
     )
 
-    @field_validator("dtype", "moments_dtype", mode="before", check_fields=False)
+    @field_validator(
+        "dtype", "moments_dtype", "grad_dtype", "precision", mode="before", check_fields=False
+    )
     @classmethod
     def _expand_dtype(cls, value: Any) -> Any:
         return _DTYPES.get(value, value) if isinstance(value, str) else value

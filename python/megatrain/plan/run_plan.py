@@ -22,7 +22,7 @@ from megatrain.plan.device import load_device
 from megatrain.plan.graph_memory import GraphBytes, predict_graphs
 from megatrain.plan.layout import make_topology, train_recompute, train_schedule
 from megatrain.plan.routing import check_routing
-from megatrain.plan.state import check_param_groups, local_numel, plan_state
+from megatrain.plan.state import check_param_groups, local_numel, plan_state, rule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +175,18 @@ def buffer_layouts(
         ConfigError: If no buffer has that many shards.
         ValueError: If the layout or the layers are invalid.
     """
-    texts, most = [], 0
+    texts, most, rule_of_info = [], 0, rule_of(config.optimizer)
+    has_rules = bool(config.optimizer.groups) or len(config.optimizer.rule().rules_by_kind()) > 1
     for pp_rank, mine in enumerate(stages_of_ranks(config.pipeline, config.parallel.pp)):
         infos = _param_infos(config, mine)
         state = plan_state(config, world_size, infos)
         for positions, plan in state.buffers:
             members = [infos[position] for position in positions]
             kind = "expert" if members[0].expert else "dense"
+            rule = f" of {type(rule_of_info(members[0])).__name__}" if has_rules else ""
             partial = ", partial over tp" if members[0].sequence_parallel else ""
             head = (
-                f"pp {pp_rank}, {kind} parameters{partial}: {plan.numel:,} elements, "
+                f"pp {pp_rank}, {kind} parameters{rule}{partial}: {plan.numel:,} elements, "
                 f"{plan.shard_numel:,} on each of {plan.dp_size} ranks"
             )
             lines = _bucket_lines(members, plan)

@@ -129,13 +129,8 @@ def mean_sharded_bytes(config: ResolvedConfig) -> float:
         numel = math.prod(info.full_shape)
         numels += numel
         sums += numel * rule(info).state_bytes
-    return float(_copy_bytes(config, config.train.dtype) + sums / max(1, numels))
-
-
-def _copy_bytes(config: ResolvedConfig, dtype: str) -> int:
-    """Return the bytes of main parameter and moving average per parameter of a shard."""
-    main = 4 if dtype != "float32" else 0
-    return main + (4 if config.optimizer.ema_decay > 0 else 0)
+    copies = (config.train.dtype != "float32") + (config.optimizer.ema_decay > 0)
+    return float(4 * copies + sums / max(1, numels))
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:
@@ -177,19 +172,30 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
         for (_, expert, _, own), positions in by_kind.items()
     )
     param_bytes = frozen * DTYPE_BYTES[config.train.dtype]
-    grad_bytes, state = 0, Fraction(0)
+    grad_bytes, state, average = 0, Fraction(0), 0
     for (dtype, _, _, own), (_, plan) in zip(by_kind, buffers, strict=True):
         row = next(iter(memory_rows_of(optimizer, dtype=dtype).values()))
         param_bytes += plan.numel * row.param_bytes
         grad_bytes += plan.numel * row.grad_bytes
         size = plan.shard_numel if optimizer.distributed else plan.numel
-        state += size * (_copy_bytes(config, dtype) + own.state_bytes)
+        main = 4 if dtype != "float32" else 0
+        state += size * (main + own.state_bytes)
+        if optimizer.ema_decay > 0:  # without padding, of which the first rank has least
+            average += 4 * _used_numel(plan, optimizer.distributed)
     return RankState(
         buffers=buffers,
         param_bytes=param_bytes,
         grad_bytes=grad_bytes,
-        optimizer_bytes=int(state),
+        optimizer_bytes=average + int(state),
     )
+
+
+def _used_numel(plan: BufferPlan, distributed: bool) -> int:
+    """Return the elements of parameters that the first rank optimizes."""
+    if distributed:
+        return sum(piece.numel for piece in plan.shard(0))
+    ranges = map(plan.param_range, range(plan.num_params))
+    return sum(end - start for start, end in ranges)
 
 
 def local_numel(parallel: ParallelConfig, info: ParamInfo) -> int:

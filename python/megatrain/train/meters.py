@@ -218,8 +218,15 @@ class ExpertLoadMeter:
         )
 
     def update_router_biases(self) -> None:
-        """Update the biases of routers from the load of the step. Collective."""
-        update_expert_biases([layer.router for _, layer in sorted(self._layers.items())])
+        """Update the biases of routers from the load of the step. Collective.
+
+        Those of frozen routers stay.
+        """
+        routers = [layer.router for _, layer in sorted(self._layers.items())]
+        update_expert_biases([router for router in routers if router.weight.requires_grad])
+        for router in routers:
+            if router.tokens_seen is not None:
+                router.tokens_seen.zero_()
 
     def _budget_text(self) -> str:
         """Format the setting of the buffer size with its value."""

@@ -266,6 +266,15 @@ def test_plan_shows_where_each_parameter_lies(
     assert last.splitlines()[-1].endswith(") layers.3.attention.norm")
 
 
+def test_plan_names_the_optimizer_of_each_buffer(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config), "--world-size=4", "--buffers", "--optimizer.name=muon"]) == 0
+    heads = [text.splitlines()[0] for text in capsys.readouterr().out.split("\n\n")]
+    assert any(head.startswith("pp 0, dense parameters of Muon: ") for head in heads)
+    assert any(head.startswith("pp 0, dense parameters of AdamW: ") for head in heads)
+
+
 def test_plan_shows_what_each_rank_owns(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numels = dict[str, int]()
     for shard in range(4):

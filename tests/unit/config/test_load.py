@@ -51,6 +51,12 @@ def test_file_and_overrides_are_typed_and_the_override_wins(tmp_path: Path) -> N
     assert (config.optimizer.lr, config.run.plain, config.run.dir) == (1e-3, True, "7")
 
 
+def test_short_names_of_number_formats_are_known(tmp_path: Path) -> None:
+    text = '[optimizer]\nname = "muon"\ngrad_dtype = "fp32"\nmuon.precision = "bf16"\n'
+    optimizer = load_config(write(tmp_path, text)).optimizer
+    assert (optimizer.grad_dtype, optimizer.muon.precision) == ("float32", "bfloat16")
+
+
 def test_rates_of_muon_count_only_where_it_is_used(tmp_path: Path) -> None:
     text = "[optimizer]\nlr = 0.0\nmin_lr = 0.0\nmuon.adamw_lr = 1e-3\n"
     assert load_config(write(tmp_path, text)).optimizer.lr == 0.0
@@ -145,6 +151,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("[moe]\nexpert_bias_rate = -1\n", ":2: moe.expert_bias_rate = -1: must be at least 0"),
         ("[moe]\nexpert_bias = 0.1\n", "expert_bias = 0.1: expected true or false"),
         ("[moe]\nstatic_budget = 0\n", "static_budget = 0: must be above 0"),
+        ('[optimizer]\nname = "adamW"\n', "or 'adamw_8bit'; did you mean adamw?"),
         (
             '[optimizer]\nname = "muon"\nlr = 0.0\nmin_lr = 0.0\nmuon.adamw_lr = 1e-3\n',
             "muon.adamw_lr = 0.001 is a multiple of lr, which is 0; set lr above 0",

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.optim.matrix_plan import units_of
 from megatrain.config import Config, ResolvedConfig, resolve
@@ -17,6 +18,7 @@ from megatrain.plan.run_plan import _param_infos
 from megatrain.plan.spec_from_config import model_spec, run_spec
 from megatrain.plan.state import state_bytes
 from megatrain.plan.updates import Updates, _units
+from megatrain.train.trainer import build_trainer
 
 MODEL = {
     "hidden_size": 64,
@@ -25,7 +27,7 @@ MODEL = {
     "num_kv_heads": 2,
     "ffn_hidden_size": 192,
     "seq_length": 16,
-    "vocab_size": 64,
+    "vocab_size": 256,
 }
 EXPERTS = {
     "num_experts": 4,
@@ -46,7 +48,7 @@ def config_of(world_size: int, **sections: dict[str, Any]) -> ResolvedConfig:
         "model": MODEL | sections.get("model", {}),
         "run": {"nproc": world_size},
     }
-    return resolve(Config.model_validate(given), world_size, vocab_size=64)
+    return resolve(Config.model_validate(given), world_size, vocab_size=256)
 
 
 def predict(world_size: int, **sections: dict[str, Any]) -> Forecast:
@@ -171,3 +173,19 @@ def test_optimizers_of_groups_count() -> None:
     assert in_group == pytest.approx(muon)
     half = seconds({"name": "adamw", "groups": [{"pattern": "*.mlp.*", "optimizer": "muon"}]})
     assert adamw < half < muon
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_of_an_average_are_those_of_a_run(distributed: bool, dtype: str) -> None:
+    config = config_of(
+        1,
+        # Sizes that need padding.
+        model={"hidden_size": 40, "ffn_hidden_size": 50},
+        optimizer={"name": "adamw", "ema_decay": 0.9, "distributed": distributed},
+        train={"dtype": dtype, "global_batch_size": 8},
+    )
+    trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
+    assert trainer.average is not None
+    held = trainer.optimizer.state_bytes + trainer.average.state_bytes
+    assert state_bytes(config, 1)[0]["optimizer"] == held
