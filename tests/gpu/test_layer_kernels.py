@@ -12,6 +12,7 @@ from megacore.ops import has_cuda_kernels
 from megacore.ops.activations import swiglu
 from megacore.ops.dense import add_rms_norm, rms_norm, rms_norm_reference
 from megacore.ops.dropout import counter_dropout
+from megacore.ops.linear import add_weight_grad_
 from megacore.ops.normed_rotation import norm_and_rotate
 from megacore.ops.rotation import split_and_rotate
 from megacore.ops.routing import RouterLosses, has_kernel, route
@@ -230,3 +231,25 @@ def test_a_captured_layer_follows_changing_inputs() -> None:
         graph.replay()
         for found, exact in zip(outputs, expected, strict=True):
             assert torch.equal(found, exact)
+
+
+@pytest.mark.real_gpu  # a product of torch
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 16, 8), (1, 8, 16), (300, 1, 64), (300, 200, 136)])
+def test_weight_gradients_are_added_in_float32(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    rows, outputs, inputs = shape
+    torch.manual_seed(0)
+    grad = torch.randn(rows, outputs, device="cuda").to(dtype)
+    x = torch.randn(rows, inputs, device="cuda").to(dtype)
+    before = torch.randn(outputs, inputs, device="cuda") * 100
+    main_grad = before.clone()
+    add_weight_grad_(main_grad, grad, x)  # fills the workspace of cuBLAS
+    main_grad.copy_(before)
+    with synchronising_is_an_error():
+        add_weight_grad_(main_grad, grad, x)
+    expected = before.double() + grad.double().t() @ x.double()
+    is_rounded = outputs == 1
+    tolerance = 0.5 if is_rounded else 1e-3
+    torch.testing.assert_close(main_grad.double(), expected, rtol=1e-6, atol=tolerance)
