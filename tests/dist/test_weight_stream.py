@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatrain.train.trainer import Trainer, build_trainer
 from megatrain.train.weight_stream import refresh_weights, stream_weights
 from tests.dist.test_families import import_model, make_config
 from tests.support.campaigns import representatives
+from tests.support.configs import changed_config
 from tests.support.distributed import run_ranks
 
 TP2 = {"tp": 2}
@@ -284,3 +286,47 @@ def test_the_example_streams_every_tenth_step(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     steps = re.findall(r"step (\d+): 38 tensors, 0.9 MB", done.stdout)
     assert steps == ["10", "20", "30", "40"]
+
+
+def peak_of(action: Callable[[], None]) -> float:
+    """Megabytes that an action holds beside what was there before, at its peak."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def read(name: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
+
+    before = read("VmRSS")
+    action()
+    return (read("VmHWM") - before) / 1024
+
+
+def stream_a_large_model(rank: int) -> tuple[float, float]:
+    sizes = {"hidden_size": 256, "num_layers": 8, "num_heads": 4, "vocab_size": 30_000}
+    model = {**sizes, "ffn_hidden_size": 1024, "seq_length": 16, "tie_embeddings": False}
+    base = {"model": model, "train": {"eval_interval": 0}}
+    config = changed_config(2, base, {"parallel.tp": 2})
+    trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
+    shapes = {name: tensor.shape for name, tensor in stream_weights(trainer, to="all")}
+
+    def out() -> None:
+        for _ in stream_weights(trainer):
+            pass
+
+    def back() -> None:
+        given = ((name, torch.zeros(shape)) for name, shape in shapes.items())
+        refresh_weights(trainer, given if rank == 0 else None)
+
+    return peak_of(out), peak_of(back)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_rank_holds_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Returns freed memory to the system at once, so that the peak is that of what is held.
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    largest, whole = 30_000 * 256 * 4 / 2**20, 104.0
+    (out_0, back_0), (out_1, back_1) = run_ranks(2, stream_a_large_model)
+    assert max(out_0, back_0, back_1) < largest + 16 + 20 < whole, (out_0, back_0, back_1)
+    assert out_1 < 16 + 10, "a rank that gets no tensor holds messages only"

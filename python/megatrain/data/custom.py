@@ -135,9 +135,10 @@ class _CheckedSamples:
         values = sample.values
         if values is None:
             return
-        if not isinstance(values, np.ndarray) or (values.ndim, values.dtype) != (2, np.float64):
+        is_array = isinstance(values, np.ndarray)
+        if not is_array or values.ndim != 2 or values.dtype != np.float64:
             found = type(values).__name__
-            if isinstance(values, np.ndarray):
+            if is_array:
                 found = f"{values.dtype} {values.shape}"
             raise DataError(
                 f"{self._shown}: values of sample {number} must be a float64 array (answers, K), "
