@@ -210,13 +210,19 @@ def _show(
 
 
 def _require_tokenizer(path: Path, restored: RestoredModel) -> None:
-    """Raise an error for a Hugging Face folder without a tokenizer, unless it is of bytes."""
+    """Raise an error for a Hugging Face folder without a tokenizer, unless it is of bytes.
+
+    A run may have been trained on bytes with a larger vocabulary: then a note is printed.
+    """
     vocab = restored.config.model.vocab_size
-    if (
-        (path / "config.json").is_file()
-        and restored.config.data.tokenizer == "bytes"
-        and vocab != restored.tokenizer.vocab_size
-    ):
+    is_odd = restored.config.data.tokenizer == "bytes" and vocab != restored.tokenizer.vocab_size
+    if is_odd and not (path / "config.json").is_file():
+        print(
+            f"note: {path} has no tokenizer, and its vocabulary of {vocab} ids is not that of "
+            "bytes: the prompt is read as bytes, and so is the answer",
+            file=sys.stderr,
+        )
+    elif is_odd:
         raise ConfigError(
             f"{path} has no tokenizer.json, and its vocabulary of {vocab} ids is not that of "
             "bytes; copy the file there, or write it with AutoTokenizer.from_pretrained(...)"

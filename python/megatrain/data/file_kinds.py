@@ -42,6 +42,9 @@ _MAGICS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89HDF", "an HDF5 file; export its rows as JSON lines"),
     (0, b"\x93NUMPY", "a NumPy array"),
     (0, b"MMIDIDX\0", "the index of token files; give their prefix as a source of its own"),
+    # Before UTF-16, whose mark is the beginning of this one.
+    (0, b"\xff\xfe\0\0", "UTF-32, not text in UTF-8; convert it"),
+    (0, b"\0\0\xfe\xff", "UTF-32, not text in UTF-8; convert it"),
     (0, b"\xff\xfe", "UTF-16, not text in UTF-8; convert it"),
     (0, b"\xfe\xff", "UTF-16, not text in UTF-8; convert it"),
     (0, b"version https://git-lfs", "a Git LFS pointer, not the data; run git lfs pull"),
@@ -166,6 +169,13 @@ def describes_data(path: Path) -> str:
     if _DESCRIPTION.fullmatch(path.name) and suffix in _DESCRIPTION_SUFFIXES:
         return "a description"
     return ""
+
+
+def advice_of_text(path: Path) -> str:
+    """Return what to do with text that is not JSON although it begins so, by the file's name."""
+    if _suffix(path) in _JSON_SUFFIXES:
+        return ""
+    return '; if it is text that begins like JSON, kind = "text" (--kind text) reads it'
 
 
 def is_page(path: Path) -> bool:

@@ -14,7 +14,13 @@ from typing import Any, TextIO
 from megacore.errors import DataError
 from megatrain.data.chat import ChatTemplate, MarkedText
 from megatrain.data.fields import FieldForm
-from megatrain.data.file_kinds import FileKind, is_compressed, kind_of_file, open_data
+from megatrain.data.file_kinds import (
+    FileKind,
+    advice_of_text,
+    is_compressed,
+    kind_of_file,
+    open_data,
+)
 from megatrain.data.pair_text import PAIR_COLUMNS, PairText, pair_of
 from megatrain.data.tables import arrow_rows, num_row_groups, parquet_rows
 
@@ -247,7 +253,10 @@ def _row_of_line(line: bytes, path: Path, offset: int, on_bad: OnBad) -> tuple[A
     except UnicodeDecodeError as error:
         on_bad(_not_utf8(path, offset, error))
     except json.JSONDecodeError as error:
-        on_bad(f"{_line_place(path, offset)}, column {error.colno}: not valid JSON: {error.msg}")
+        on_bad(
+            f"{_line_place(path, offset)}, column {error.colno}: not valid JSON: {error.msg}"
+            f"{advice_of_text(path)}"
+        )
     except RecursionError:
         on_bad(f"{_line_place(path, offset)}: nested too deeply to be read")
     except ValueError:
@@ -270,6 +279,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, {text.place(error.pos)}: not valid JSON: {error.msg}"
+                f"{advice_of_text(path)}"
             ) from error
         except RecursionError as error:
             raise DataError(f"{path}, line {text.line}: nested too deeply to be read") from error

@@ -402,10 +402,8 @@ def open_folder(
     model, moe = sections_from_hf(config, seq_length=seq_length)
     files = open_tensors(folder, config)
     notes: tuple[str, ...] = (files.note(),) if isinstance(files, QuantizedFiles) else ()
-    names = files.keys()
-    count, prefixes = 0, tuple(f"model.layers.{layer}." for layer in model.mtp_layers)
-    if prefixes and not any(name.startswith(prefixes) for name in names):
-        count = model.num_mtp_layers
+    count = absent_layers(model, files.keys())
+    if count:
         config |= {MTP_COUNT: 0}
         model, moe = sections_from_hf(config, seq_length=seq_length)
         layers = "1 layer" if count == 1 else f"{count} layers"
@@ -416,6 +414,13 @@ def open_folder(
     return HFFolder(
         config=config, model=model, moe=moe, files=files, notes=notes, absent_layers=count
     )
+
+
+def absent_layers(model: ModelConfig, names: Iterable[str]) -> int:
+    """Return the layers for multi-token prediction, if tensors of these names have none of them."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in model.mtp_layers)
+    is_there = any(name.startswith(prefixes) for name in names) if prefixes else True
+    return 0 if is_there else model.num_mtp_layers
 
 
 def import_hf(

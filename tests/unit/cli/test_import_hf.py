@@ -234,6 +234,37 @@ def test_entries_are_ignored_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
+def test_a_plan_of_an_adapter_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta/Llama"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    for source in (tmp_path, tmp_path / "adapter_config.json"):
+        assert main(["plan", str(source)]) == 2
+        assert "is a LoRA adapter of meta/Llama" in capsys.readouterr().err
+
+
+def test_a_plan_says_which_layers_for_multi_token_prediction_it_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_theirs("deepseek-v3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {}
+    for given in ("", "0"):
+        options = [f"--model.num_mtp_layers={given}"] if given else []
+        assert main(["plan", str(tmp_path), "--gpus=1", "--json", *options]) == 0
+        said[given] = capsys.readouterr()
+    assert "without layers for multi-token prediction" in said[""].err
+    assert "multi-token" not in said["0"].err
+    assert said[""].out == said["0"].out  # the files have no tensors of the layer
+    next(tmp_path.glob("*.safetensors")).unlink()
+    assert main(["plan", str(tmp_path), "--gpus=1", "--json"]) == 0
+    more = capsys.readouterr()
+    assert "num_nextn_predict_layers = 1 in config.json; for files without them" in more.err
+    assert more.out != said["0"].out
+
+
 def test_weights_that_are_not_finite_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +301,12 @@ def test_generating_without_a_tokenizer_is_refused_unless_tokens_are_bytes(
     command = ["generate", str(tmp_path / "theirs"), "--prompt=x", "--max-new-tokens=2"]
     assert main(command) == 2
     assert "has no tokenizer.json, and its vocabulary of 384" in capsys.readouterr().err
+    assert main(["import-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "ours"), *command[2:]]) == 0
+    assert "has no tokenizer, and its vocabulary of 384 ids is not that of bytes" in (
+        capsys.readouterr().err
+    )
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**COMMON, "vocab_size": 256, "intermediate_size": 48})
     )

@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
     "a.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
     "a.arrow": (b'{"text": "one"}', "not a file of the arrow format: it begins with"),
     "a.jsonl": ("x".encode("utf-16"), "UTF-16"),
+    "b.jsonl": ("x".encode("utf-32"), "UTF-32"),
     "a.gz": (gzip.compress(b"PAR1rest"), "a compressed parquet file"),
     "a.idx": (b"MMIDIDX\0\0rest", "the index of token files"),
 }
@@ -303,6 +304,14 @@ JSON_ERRORS = [
     ),
     ("[]", r"a\.json and all other files have no text"),
 ]
+
+
+@pytest.mark.parametrize("raw", ['{"a": 1} and so on', '{"a": [\nand so on'])
+def test_text_that_begins_like_json_has_advice(raw: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(raw)
+    with pytest.raises(DataError, match=r"not valid JSON: .*--kind text\) reads it"):
+        documents(path, tmp_path / "x")
 
 
 @pytest.mark.parametrize(("raw", "message"), JSON_ERRORS)
