@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config import ModelConfig
 from megatrain.train.trainer import build_trainer
 from tests.support.campaigns import representatives
 from tests.support.configs import FOUR_LAYERS, changed_config
@@ -104,6 +105,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latents": LATENT,
     "latents, none for queries": {**LATENT, "model.mla.q_rank": 0},
 }
+# Settings of the model that are sizes or numbers, or have matrices of their own.
+OTHERS = {
+    *("factory", "options", "hidden_size", "num_layers", "num_heads", "head_dim", "num_kv_heads"),
+    *("ffn_hidden_size", "vocab_size", "vocab_pad_multiple", "seq_length", "rope_base"),
+    *("norm_eps", "init_std", "dropout", "num_mtp_layers", "mtp_loss_coef"),
+}
 # Sides of attention that its exchanges by heads and in a ring have to know.
 OF_ATTENTION = (
     *("factor on scores", "limit of scores", "windows", "chunks", "rotation by kind of layer"),
@@ -149,6 +156,12 @@ def train(_rank: int, world_size: int, option: str, changes: dict[str, Any]) -> 
 @cache
 def train_whole(option: str, *, experts: bool) -> list[float]:
     return train(0, 1, option, {"parallel.ep": 1} if experts else {})
+
+
+def test_every_option_of_the_model_is_here() -> None:
+    keys = {key.split(".")[1] for option in OPTIONS.values() for key in option}
+    missing = ModelConfig.model_fields.keys() - OTHERS - keys
+    assert not missing, f"add {', '.join(sorted(missing))} to OPTIONS, or to OTHERS"
 
 
 @pytest.mark.dist

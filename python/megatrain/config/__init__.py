@@ -20,7 +20,8 @@ from megatrain.config.load import (
     with_folder_of_file,
 )
 from megatrain.config.lora import LoraConfig
-from megatrain.config.model import MLAConfig, ModelConfig, RopeScalingConfig
+from megatrain.config.model import ModelConfig
+from megatrain.config.model_tables import MLAConfig, QueryScalingConfig, RopeScalingConfig
 from megatrain.config.moe import EchoConfig, MoEConfig
 from megatrain.config.optimizer import MuonConfig, OptimizerConfig, ParamGroupConfig
 from megatrain.config.parallel import ParallelConfig
@@ -57,6 +58,7 @@ __all__ = [
     "ParamGroupConfig",
     "PipelineConfig",
     "PreferenceConfig",
+    "QueryScalingConfig",
     "ResolvedConfig",
     "ResolvedMoEConfig",
     "ResolvedModelConfig",
