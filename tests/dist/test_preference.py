@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.support.chat import CHATML, save_tokenizer
 from tests.support.configs import rank_context
 from tests.support.distributed import run_ranks
 
+# On a busy machine, twenty steps take longer than the limit of most tests.
+patient_ranks = functools.partial(run_ranks, timeout_s=300)
 STEPS = 20
 PAIRS = [
     {"prompt": f"Is {a} plus {b} {'ten' * (b % 3)}?", "chosen": f" {a + b}", "rejected": f" n{a}o!"}
@@ -179,11 +182,11 @@ def assert_same(ours: list[dict[str, float]], expected: list[dict[str, float]], 
 def test_twenty_steps_are_those_of_a_plain_loop(loss: str, tmp_path: Path) -> None:
     theirs = import_model("llama", tmp_path)
     write_pairs(tmp_path)
-    written = run_ranks(1, write_reference, 1, tmp_path, {})[0]
+    written = patient_ranks(1, write_reference, 1, tmp_path, {})[0]
     assert written["pairs"] == len(PAIRS)
     assert written["notes"] == []
     changes = {"preference.loss": loss}
-    ours = run_ranks(1, train, 1, tmp_path, changes)[0]
+    ours = patient_ranks(1, train, 1, tmp_path, changes)[0]
     data = start(tmp_path, 1, changes).data.train
     assert isinstance(data, PairDataset)
     expected = train_plainly(theirs, make_config(tmp_path, 1, changes), data)
@@ -231,11 +234,11 @@ def test_every_layout_has_the_steps_of_one_process(case: str, tmp_path: Path) ->
     import_model(family, tmp_path)
     write_pairs(tmp_path)
     evaluated = {key: value for key, value in changes.items() if "schedule" not in key}
-    run_ranks(world_size, write_reference, world_size, tmp_path, {**evaluated, **packed})
+    patient_ranks(world_size, write_reference, world_size, tmp_path, {**evaluated, **packed})
     whole = {**packed, "train.microbatch_size": 4}
-    expected = run_ranks(1, train, 1, tmp_path, whole)[0]
+    expected = patient_ranks(1, train, 1, tmp_path, whole)[0]
     changes = {**changes, **packed}
-    for ours in run_ranks(world_size, train, world_size, tmp_path, changes, timeout_s=300):
+    for ours in patient_ranks(world_size, train, world_size, tmp_path, changes):
         assert_same(ours, expected, 2e-5)
 
 
@@ -264,12 +267,12 @@ def step_and_save(
 def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
     import_model("llama", tmp_path)
     write_pairs(tmp_path)
-    run_ranks(2, write_reference, 2, tmp_path, TP2)
+    patient_ranks(2, write_reference, 2, tmp_path, TP2)
     changes = {**TP2, **PACKED}
-    whole = run_ranks(2, step_and_save, 2, tmp_path, changes, range(8))[0]
+    whole = patient_ranks(2, step_and_save, 2, tmp_path, changes, range(8))[0]
     halves = [
-        *run_ranks(2, step_and_save, 2, tmp_path, changes, range(4))[0],
-        *run_ranks(2, step_and_save, 2, tmp_path, changes, range(4, 8))[0],
+        *patient_ranks(2, step_and_save, 2, tmp_path, changes, range(4))[0],
+        *patient_ranks(2, step_and_save, 2, tmp_path, changes, range(4, 8))[0],
     ]
     assert whole == halves
 
@@ -324,7 +327,7 @@ def test_cut_and_unusable_pairs_are_told(tmp_path: Path) -> None:
     full = {"prompt": "x" * 70, "chosen": "y", "rejected": "z"}
     write_pairs(tmp_path, [*PAIRS, long, full])
     trainer = start(tmp_path, 1, {"preference.loss": "simpo"})
-    rule = "preference.max_length = 33 tokens"
+    rule = "preference.max_length = 32 tokens"
     cut, left_out = trainer.data.notes[-2:]
     assert cut == f"pairs.jsonl: 1 of 26 pairs have an answer that is cut at {rule}"
     assert f"1 of 26 pairs are left out: a prompt fills {rule}" in left_out
@@ -338,7 +341,7 @@ def test_cut_and_unusable_pairs_are_told(tmp_path: Path) -> None:
     [
         ({"preference.beta": 0}, r"preference\.beta = 0.*above 0|greater than 0"),
         ({"preference.loss": "ipo", "preference.label_smoothing": 0.1}, 'is for loss = "sigmoid"'),
-        ({"preference.max_length": 40}, "max_length = 40 .* must be at most 33, half of model"),
+        ({"preference.max_length": 40}, "max_length = 40 .* must be at most 32, half of model"),
         ({"train.loss": "a:b"}, r"preference\.loss = sigmoid .* does not go with train\.loss"),
         ({"data.order": "megatron"}, r"does not go with data\.order = megatron"),
     ],
@@ -446,8 +449,8 @@ def test_twenty_steps_are_those_of_trl(form: str, loss: str, tmp_path: Path) -> 
         "model.seq_length": 128,
     }
     given = {key: value for key, value in changes.items() if key != "preference.loss"}
-    run_ranks(1, write_reference, 1, tmp_path, given)
-    ours = run_ranks(1, train, 1, tmp_path, changes)[0]
+    patient_ranks(1, write_reference, 1, tmp_path, given)
+    ours = patient_ranks(1, train, 1, tmp_path, changes)[0]
     data = start(tmp_path, 1, changes).data.train
     assert isinstance(data, PairDataset)
     config = make_config(tmp_path, 1, changes)

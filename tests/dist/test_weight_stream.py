@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import subprocess
@@ -21,7 +22,7 @@ from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.hf_folder import TensorFiles
 from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.trainer import Trainer, build_trainer
-from megatrain.train.weight_stream import refresh_weights, stream_weights
+from megatrain.train.weight_stream import plan_of_run, refresh_weights, stream_weights
 from tests.dist.test_families import import_model, make_config
 from tests.support.campaigns import representatives
 from tests.support.configs import changed_config
@@ -291,6 +292,7 @@ def test_the_example_streams_every_tenth_step(tmp_path: Path) -> None:
 def peak_of(action: Callable[[], None]) -> float:
     """Megabytes that an action holds beside what was there before, at its peak."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again without a trace
     Path("/proc/self/clear_refs").write_text("5")
 
     def read(name: str) -> int:
@@ -308,7 +310,7 @@ def stream_a_large_model(rank: int) -> tuple[float, float]:
     base = {"model": model, "train": {"eval_interval": 0}}
     config = changed_config(2, base, {"parallel.tp": 2})
     trainer = build_trainer(config, world_size=2, device=torch.device("cpu"))
-    shapes = {name: tensor.shape for name, tensor in stream_weights(trainer, to="all")}
+    shapes = {spec.name: spec.shape for spec in plan_of_run(trainer).tensors.specs}
 
     def out() -> None:
         for _ in stream_weights(trainer):
@@ -323,10 +325,8 @@ def stream_a_large_model(rank: int) -> tuple[float, float]:
 
 @pytest.mark.dist
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_a_rank_holds_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Returns freed memory to the system at once, so that the peak is that of what is held.
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+def test_a_rank_holds_one_tensor_at_a_time() -> None:
     largest, whole = 30_000 * 256 * 4 / 2**20, 104.0
-    (out_0, back_0), (out_1, back_1) = run_ranks(2, stream_a_large_model)
-    assert max(out_0, back_0, back_1) < largest + 16 + 20 < whole, (out_0, back_0, back_1)
-    assert out_1 < 16 + 10, "a rank that gets no tensor holds messages only"
+    (out_0, back_0), (out_1, back_1) = run_ranks(2, stream_a_large_model, timeout_s=300)
+    assert max(out_0, back_0, back_1) < largest + 20 < whole, (out_0, back_0, back_1)
+    assert out_1 < 20, "a rank that gets no tensor holds messages only"

@@ -36,7 +36,7 @@ class PreferenceConfig(Section):
         default=None,
         ge=2,
         description="Most tokens of a prompt with its answer; what is behind is cut, and a pair "
-        "whose prompt fills it is left out. Default: half of `model.seq_length`, plus one.",
+        "whose prompt fills it is left out. Default: half of `model.seq_length`.",
     )
     reference_dir: str | None = Field(
         default=None,
@@ -59,9 +59,9 @@ class PreferenceConfig(Section):
 
         Example:
             >>> PreferenceConfig().limit(8), PreferenceConfig(max_length=3).limit(8)
-            (5, 3)
+            (4, 3)
         """
-        return self.max_length or seq_length // 2 + 1
+        return self.max_length or seq_length // 2
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> Self:

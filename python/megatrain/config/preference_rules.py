@@ -26,10 +26,10 @@ def check_preference(problems: ConfigErrors, config: ResolvedConfig) -> None:
     ):
         if others:
             problems.add(f"{shown('preference.loss')} does not go with {shown(key)}; {advice}")
-    limit, longest = config.preference.max_length, config.model.seq_length // 2 + 1
+    limit, longest = config.preference.max_length, config.model.seq_length // 2
     if limit is not None and limit > longest:
         problems.add(
             f"{shown('preference.max_length')} must be at most {longest:,}, half of "
-            f"{shown('model.seq_length')} plus one, since a sample has both answers of a pair; "
-            f"set it to {longest:,}, or model.seq_length to {2 * (limit - 1):,}"
+            f"{shown('model.seq_length')}, since a sample has both answers of a pair; set it to "
+            f"{longest:,}, or model.seq_length to {2 * limit:,}"
         )

@@ -130,8 +130,7 @@ class Pairs:
 class PairDataset:
     """Samples of whole pairs: of each the chosen answer, then the rejected one, as documents.
 
-    Without packing, a sample is one pair. The last token of a document predicts nothing and is left
-    out.
+    Without packing, a sample is one pair. The last token of a document predicts nothing.
 
     Args:
         pairs: The pairs.
@@ -165,7 +164,7 @@ class PairDataset:
         self._reference = reference
         self._order, self._rows = np.arange(len(pairs)), np.arange(len(pairs) + 1)
         if packed:
-            sizes = (pairs.lengths - 1).sum(1).astype(np.int32)
+            sizes = pairs.lengths.sum(1).astype(np.int32)
             order, self._rows = ordered_by_best_fit(sizes, seq_length, seed)
             self._order = order.astype(np.int64)
         self.num_rows = len(self._rows) - 1
@@ -204,9 +203,9 @@ class PairDataset:
                 ids, counted = self.pairs.answer(pair, side)
                 start = int(self.pairs.starts[pair, side])
                 whole.check(start, len(ids), vocab_size=self._vocab_size, name=self.name)
-                end = at + len(ids) - 1
-                tokens[at:end] = ids[:-1]
-                labels[at:end] = np.where(counted[1:], ids[1:], NO_LABEL)
+                end = at + len(ids)
+                tokens[at:end] = ids
+                labels[at : end - 1] = np.where(counted[1:], ids[1:], NO_LABEL)
                 starts.append(at)
                 at = end
         if at < self.seq_length:  # padding is a document of its own

@@ -12,6 +12,7 @@ from megatrain.config import ResolvedConfig
 from megatrain.data import TrainingData
 from megatrain.data.sample import Sample
 from megatrain.data.tokenizer import load_tokenizer
+from megatrain.models.build import group_loss_of
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 class _SameSample:
-    """Samples that are all the same one: token 0 everywhere."""
+    """Samples that are all the same one: token 0 everywhere; one group, for a loss of groups."""
 
     name = "dry run"
 
@@ -44,11 +45,16 @@ class _SameSample:
         self.seq_length = config.model.seq_length
         self.num_tokens = self.seq_length * config.train.global_batch_size
         zeros = np.zeros(self.seq_length, np.int64)
+        compared = group_loss_of(config)
+        count = 1 if compared is None else compared[0].group_size
+        starts = tuple(self.seq_length * number // count for number in range(count))
+        is_padded = config.data.packing == "best_fit" or compared is not None
         self._sample = Sample(
             tokens=zeros,
             labels=zeros,
-            document_starts=(0,) if config.data.document_mask else (),
-            length=self.seq_length if config.data.packing == "best_fit" else None,
+            document_starts=starts if config.data.document_mask else (),
+            length=self.seq_length if is_padded else None,
+            values=None if compared is None else np.zeros((count, 1)),
         )
 
     def sample(self, number: int) -> Sample:  # noqa: ARG002

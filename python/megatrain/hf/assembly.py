@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from megacore.errors import MegacoreError
 from megatrain.config import ModelConfig, MoEConfig
 from megatrain.hf.families import FAMILIES
 from megatrain.hf.import_hf import DERIVED, HEAD, copies_of, describe_params
-from megatrain.hf.rows import Transform, parts_of, rows_of
+from megatrain.hf.rows import VOCABULARY, Transform, parts_of, rows_of
 from megatrain.models.shape import GPTShape
 
 
@@ -113,11 +113,20 @@ class TensorAssembly:
         if not all(theirs in held for theirs in place.names):
             return
         del self._held[place.part]
-        joined = place.transform.join([held[theirs] for theirs in place.names], self._shape)
         missing = self._missing[place.part.name]
         for part in [part for part in missing if _is_inside(part, place.part)]:
             del missing[part]
-        yield place.part, joined
+        rows = self._shape.vocab
+        if place.transform is VOCABULARY and rows < place.part.last:
+            # The largest tensors of a model, which are not copied to append the padding.
+            yield replace(place.part, last=rows), tensor
+            padding = tensor.new_zeros(place.part.last - rows, *tensor.shape[1:])
+            yield replace(place.part, first=rows), padding
+            return
+        yield (
+            place.part,
+            place.transform.join([held[theirs] for theirs in place.names], self._shape),
+        )
 
     def check_complete(self) -> None:
         """Check that every parameter has come, and that copies equal their originals.

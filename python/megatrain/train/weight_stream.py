@@ -301,6 +301,8 @@ def refresh_weights(
                 tensor = _broadcast(tensor, tensor, world, device)
             for part, values in assembly.take(name, tensor):
                 _fill(boxes.get(part.name, ()), part, values)
+                del values
+            del tensor  # its memory is free before the next one is there
         assembly.check_complete()
 
     with torch.no_grad():
@@ -358,6 +360,7 @@ def _shown(
         header = {"name": name, "shape": list(tensor.shape), "dtype": dtype}
         _broadcast_json(header, world, device)
         yield name, tensor
+        del tensor
 
 
 def _broadcast_json(content: Any, world: Group, device: torch.device) -> Any:
