@@ -6,6 +6,7 @@ experts, D features of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -456,12 +457,12 @@ def measured_calls(name: str) -> Iterator[Call]:
 def linear_side(name: str) -> int:
     """Return the rows and features of the products that are measured for a name of linear layers.
 
-    They have eight times the least multiply-adds of the name in float32, and once in 16 bits, which
-    some processors take a hundred times as long for. They are multiples of 16, as those of models.
+    They have eight times the least multiply-adds of the name in float32, and in 16 bits, for which
+    some processors need a hundred times as long, once. They are multiples of 16, as in models.
     """
     is_narrow = name.count(".") > 1
     side: float = (LINEAR_MACS[name] * (1 if is_narrow else 8)) ** (1 / 3)
-    return 16 * round(side / 16)
+    return 16 * math.ceil(side / 16 - 1e-6)
 
 
 def _attention_passes(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:

@@ -24,7 +24,7 @@ Cause = Literal["slower", "fault", "asked"]
 _CAUSES: tuple[Cause, ...] = ("slower", "fault", "asked")  # a later one counts more
 _MOST_SHOWN = 3
 # Products in 16 bits that take this much longer than in float32 are worth a note.
-_SLOW_FACTOR = 1.5
+_SLOW_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
