@@ -48,10 +48,10 @@ struct Task {
   int64_t first_row;
   int64_t num_rows;
   int64_t expert;
-  int64_t shared = kOwn;  // place of the expert's packed right side, or that a task packs its own
+  int64_t shared = kAlone;  // place of the expert's packed right side, or that a task packs its own
   Part part;
 
-  static constexpr int64_t kOwn = -1;
+  static constexpr int64_t kAlone = -1;
 };
 
 // Parts of one result share a packed right side if they have fewer rows than this each: packing
@@ -153,7 +153,7 @@ void run_task(const Problem& p, const Task& task, const float* shared, Scratch& 
   }
   const Product product = product_of(p, task.expert, task.first_row, task.num_rows);
   multiply_part(product.left, product.right, product.result, part, product.depth,
-                task.shared == Task::kOwn ? nullptr : shared + task.shared, scratch);
+                task.shared == Task::kAlone ? nullptr : shared + task.shared, scratch);
 }
 
 int64_t check(const int64_t* m_splits, const GroupedShape& s, int num_threads) {
