@@ -54,16 +54,6 @@ class MemoryRow:
         return f"{self.resident} + {float(self.sharded):g}/d"
 
 
-def frozen_numel(numel: int) -> int:
-    """Return the elements that a frozen parameter takes: it begins at a multiple of 64.
-
-    Example:
-        >>> frozen_numel(65)
-        128
-    """
-    return -(-numel // 64) * 64
-
-
 def memory_row(
     *,
     params: str = "float32",

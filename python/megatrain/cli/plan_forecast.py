@@ -147,15 +147,13 @@ def resolve_for_plan(config: Config, gpus: int) -> ResolvedConfig:
 
 def _forecast(base: Config, gpus: int, device: Device, imbalance: float) -> Forecast:
     from megatrain.plan.forecast import forecast
-    from megatrain.plan.spec_from_config import model_spec, run_spec
+    from megatrain.plan.spec_from_config import model_spec_of, run_spec
     from megatrain.plan.state import state_bytes
 
     config = resolve_for_plan(base, gpus)
     try:
         spec = run_spec(config, gpus, imbalance=imbalance)
-        return forecast(
-            model_spec(config.model, config.moe), spec, device, state_bytes(config, gpus)
-        )
+        return forecast(model_spec_of(config), spec, device, state_bytes(config, gpus))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -359,7 +357,12 @@ def _search(
 ) -> int:
     """Search for the best layouts on each number of devices, and print or write them."""
     from megatrain.plan.search import search
-    from megatrain.plan.spec_from_config import model_spec, run_spec, with_settings, without_layout
+    from megatrain.plan.spec_from_config import (
+        model_spec_of,
+        run_spec,
+        with_settings,
+        without_layout,
+    )
 
     if args.write and len(counts) > 1:
         raise ConfigError("--write writes one configuration; give one number of --gpus")
@@ -370,7 +373,7 @@ def _search(
         config = resolve_for_plan(without_layout(base, gpus), gpus)
         spec = run_spec(config, gpus, imbalance=imbalance)
         spec = replace(spec, stages=(), echo=base.moe.echo)
-        found = search(model_spec(config.model, config.moe), spec, device)
+        found = search(model_spec_of(config), spec, device)
         legal = _legal(base, found.best, gpus, args.top or 10)
         missing = missing or not legal
         if args.json:

@@ -30,7 +30,7 @@ from megatrain.models.build import torch_dtype
 from megatrain.models.gpt import GPTChunk
 from megatrain.plan.cost import LayerCosts
 from megatrain.plan.device import Device
-from megatrain.plan.spec_from_config import model_spec, run_spec
+from megatrain.plan.spec_from_config import model_spec_of, run_spec
 
 Report = Callable[[str], None]
 _SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -323,9 +323,7 @@ def _fitted_rate(known: Device, key: str, cases: list[_Case]) -> float:
     def error(rate: float) -> float:
         device = replace(known, **{key: rate})  # type: ignore[arg-type]
         return sum(
-            math.log(
-                part(LayerCosts(model_spec(config.model, config.moe), run_spec(config, 1), device))
-            )
+            math.log(part(LayerCosts(model_spec_of(config), run_spec(config, 1), device)))
             - math.log(max(seconds, 1e-9))
             for part, config, seconds in cases
         )

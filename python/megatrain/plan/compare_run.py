@@ -12,7 +12,7 @@ from megatrain.plan.cost import LayerCosts
 from megatrain.plan.device import Device, load_device
 from megatrain.plan.footprint import footprints
 from megatrain.plan.forecast import forecast
-from megatrain.plan.spec_from_config import model_spec, run_spec
+from megatrain.plan.spec_from_config import model_spec_of, run_spec
 from megatrain.plan.state import state_bytes
 from megatrain.plan.step_time import stage_layers
 
@@ -44,7 +44,7 @@ def compare_with_prediction(
         ratio is farthest from 1.
     """
     found = forecast(
-        model_spec(config.model, config.moe),
+        model_spec_of(config),
         run_spec(config, world_size),
         load_device(calibration),
         state_bytes(config, world_size),
@@ -85,7 +85,7 @@ def predicted_tensors(config: ResolvedConfig, world_size: int) -> list[dict[str,
 
     Weights, gradients and optimizer state are exact. None of these kinds depends on the device.
     """
-    model, spec = model_spec(config.model, config.moe), run_spec(config, world_size)
+    model, spec = model_spec_of(config), run_spec(config, world_size)
     device = load_device(_ANY_DEVICE)
     layers = stage_layers(model, spec, LayerCosts(model, spec, device))
     found = footprints(model, spec, device, layers, state_bytes(config, world_size))

@@ -83,7 +83,8 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     saved = 1 if spec.is_fp8 else wide  # input of a matrix product
     h, t = model.hidden_size, spec.tp
     norm_inputs = 2 * wide * h / split
-    norm_outputs = 2 * saved * h / (1 if spec.plain_autograd else split)
+    keeps = spec.kept_inputs
+    norm_outputs = (keeps.qkv + keeps.up) * saved * h / (1 if spec.plain_autograd else split)
     up, core, out = 0.0, 0.0, 0.0
     if model.mla.kv_rank:
         latent = wide * (2 * model.mla.q_rank + 2 * model.mla.kv_rank + model.mla.rope_head_dim)
@@ -99,15 +100,15 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     if moe:
         copies = model.moe.top_k / spec.tp * spec.load(model.moe.num_experts)
         inner = 2 if model.moe.gated else 1
-        experts = copies * (saved * h + wide * inner * model.expert_width)
-        activation = copies * saved * model.expert_width
+        experts = copies * (keeps.up * saved * h + wide * inner * model.expert_width)
+        activation = keeps.down * copies * saved * model.expert_width
         permuted = copies * wide * h if spec.keeps_permuted else 0.0
         shared_inner = 2 * wide if model.gated else wide
         shared = (shared_inner + saved) * model.moe.shared_ffn_hidden_size / t
         mlp = experts + permuted + shared
     else:
         mlp = (2 * wide if model.gated else wide) * model.ffn_hidden_size / t
-        activation = saved * model.ffn_hidden_size / t
+        activation = keeps.down * saved * model.ffn_hidden_size / t
     gathered, passing = context_bytes(model, spec)
     kept = norm_inputs + norm_outputs + core + up + out + log_sums + scores + masks
     kept += mlp + activation + gathered

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from megacore.buffers import BufferPlan
 from megacore.errors import ConfigError
-from megacore.optim.memory import frozen_numel
 from megacore.optim.param_group import group_of
 from megacore.parallel import ProcessGroups, Topology
 from megacore.parallel.param_info import ParamInfo
@@ -197,7 +196,7 @@ def buffer_layouts(
         groups = config.param_groups()
         frozen = [info for info in infos if group_of(info.name, groups).frozen]
         if frozen and shard is None:
-            numel = sum(frozen_numel(local_numel(config.parallel, info)) for info in frozen)
+            numel = sum(local_numel(config.parallel, info) for info in frozen)
             head = f"pp {pp_rank}, frozen parameters: {numel:,} elements on each rank"
             texts.append("\n".join([head, *(f"    {info.name}" for info in frozen)]))
     if shard is not None and not 0 <= shard < most:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from megacore.optim.param_group import group_of
 from megatrain.config import Config, ResolvedConfig, layers_of_stages
 from megatrain.config.layers import stage_text
+from megatrain.config.lora import is_adapter
 from megatrain.config.resolved import ResolvedModelConfig, ResolvedMoEConfig
-from megatrain.plan.spec import ModelSpec, RunSpec
+from megatrain.models.adapter_infos import projections_of
+from megatrain.models.param_infos import GPTInfos, Infos
+from megatrain.plan.spec import KeptInputs, ModelSpec, RunSpec
 from megatrain.plan.state import mean_sharded_bytes, memory_rows_of
 from megatrain.plan.updates import Updates
 
@@ -37,6 +43,55 @@ def model_spec(model: ResolvedModelConfig, moe: ResolvedMoEConfig) -> ModelSpec:
         windows=tuple(model.window_of(layer) or 0 for layer in range(num_layers)),
         has_chunks=model.window_type == "chunk",
     )
+
+
+def model_spec_of(config: ResolvedConfig) -> ModelSpec:
+    """Take the shape of the model, with its frozen weights and adapters."""
+    spec, model, moe = model_spec(config.model, config.moe), config.model, config.moe
+    param_groups = config.param_groups()
+    if not any(group.frozen for group in param_groups):
+        return spec
+    frozen = adapters = 0.0
+    for info in _infos(config, has_head=True).values():
+        is_matrix = info.matrices is not None or info.name in ("embedding", "head")
+        if not is_matrix or (info.name == "embedding" and not model.tie_embeddings):
+            continue
+        numel = math.prod(info.full_shape)
+        used = numel * moe.top_k / moe.num_experts if info.expert else numel
+        if is_adapter(info.name):
+            adapters += used
+        elif group_of(info.name, param_groups).frozen:
+            frozen += used
+    return replace(spec, frozen_weights=frozen, adapter_weights=adapters)
+
+
+def _infos(config: ResolvedConfig, *, has_head: bool) -> Infos:
+    model = config.model
+    return GPTInfos.of(model, config.moe, lora=config.lora).stage(
+        range(model.num_layers), has_embedding=has_head, has_head=has_head
+    )
+
+
+# Names of the parameters whose inputs `KeptInputs` counts.
+_PRODUCTS = {
+    "qkv": ("qkv", "q", "q_down", "kv_down"),
+    "up": ("gate_up", "up", "fc1"),
+    "down": ("down", "fc2"),
+}
+
+
+def _kept_inputs(config: ResolvedConfig) -> KeptInputs:
+    param_groups = config.param_groups()
+    if not any(group.frozen for group in param_groups):
+        return KeptInputs()
+    infos = _infos(config, has_head=False)
+    kept: dict[str, list[bool]] = {product: [] for product in _PRODUCTS}
+    for name, info in infos.items():
+        for product, ends in _PRODUCTS.items():
+            if name.rpartition(".")[2] in ends and ".shared." not in name:
+                adapted = any(f"{each.name}.lora_a" in infos for each in projections_of(info))
+                kept[product].append(adapted or not group_of(name, param_groups).frozen)
+    return KeptInputs(**{name: sum(each) / max(1, len(each)) for name, each in kept.items()})
 
 
 def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
@@ -90,6 +145,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         placement=pipeline.searched_placement,
         schedule_file=pipeline.file,
         order=parallel.order,
+        kept_inputs=_kept_inputs(config),
     )
 
 

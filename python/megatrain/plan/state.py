@@ -10,7 +10,7 @@ from fractions import Fraction
 from megacore._core import BufferPlan
 from megacore.buffers.bucket_plan import plan_buckets
 from megacore.errors import ConfigError
-from megacore.optim.memory import MemoryRow, frozen_numel, memory_row
+from megacore.optim.memory import MemoryRow, memory_row
 from megacore.optim.param_group import group_of, require_matches, settings_of
 from megacore.optim.update_rule import DTYPE_BYTES, UpdateRule
 from megacore.parallel.param_info import ParamInfo
@@ -148,7 +148,7 @@ def plan_state(config: ResolvedConfig, world_size: int, infos: Sequence[ParamInf
     param_groups, frozen = config.param_groups(), 0
     for position, info in enumerate(infos):
         if group_of(info.name, param_groups).frozen:
-            frozen += frozen_numel(local_numel(config.parallel, info))
+            frozen += local_numel(config.parallel, info)
             continue
         kind = (
             "float32" if info.wide else config.train.dtype,

@@ -14,7 +14,7 @@ import torch
 from megacore.pipeline import Recompute, Schedule
 from megatrain.plan.device import load_device, match_device
 from megatrain.plan.layout import train_recompute
-from megatrain.plan.spec_from_config import model_spec, run_spec
+from megatrain.plan.spec_from_config import model_spec_of, run_spec
 from megatrain.train.memory import memory_bytes
 from megatrain.train.step import StepMetrics
 from megatrain.train.trainer import Trainer
@@ -40,7 +40,7 @@ class RunWatch:
         self._flops = self._recomputed = 0.0
         self._peak: float | None = None
         if config.model.factory is None:  # operations of a model of one's own are not known
-            spec = model_spec(config.model, config.moe)
+            spec = model_spec_of(config)
             self._flops = spec.flops_per_token
             again = spec.recomputed_flops_per_token(config.train.recomputed)
             recompute = train_recompute(config.train)

@@ -33,6 +33,7 @@ def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixtu
     first, *rest = commands(tmp_path)
     assert first[:2] == ["python", "examples/finetune/make_inputs.py"]
     runpy.run_path(str(EXAMPLE / "make_inputs.py"))["main"](Path(first[2]))
+    printed: dict[str, str] = {}
     for command in rest:
         assert command[0] == "megacore"
         arguments = command[1:]
@@ -40,8 +41,15 @@ def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixtu
             arguments += ["--run.plain=true", f"--data.cache={tmp_path / 'cache'}"]
         capfd.readouterr()
         assert main(arguments) == 0, command
-    assert "assistant\nIt is five.\n" in capfd.readouterr().out
-    lines = (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    assert losses[-1] < 0.6 < 5.0 < losses[0]
+        printed[command[1]] = capfd.readouterr().out
+    assert "assistant\nIt is five.\n" in printed["generate"]
+    for run, most in {"tuned": 0.6, "adapted": 4.9}.items():
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["loss"] for line in lines]
+        assert losses[-1] < most < 5.0 < losses[0]
+    adapters, whole = (
+        sum(path.stat().st_size for path in (tmp_path / run).rglob("*.distcp"))
+        for run in ("adapted", "tuned")
+    )
+    assert adapters < 0.5 * whole
     assert (tmp_path / "answers" / "chat_template.jinja").is_file()
