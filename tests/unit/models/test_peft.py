@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "rank": 2,
         "alpha": 5.0,
         "targets": ["attention.*"],
-        "modules_to_save": ["embedding", "head", "layers.1.*norm", "router"],
+        "modules_to_save": ["embedding", "head", "layers.1.*norm*", "router*"],
     },
 }
 
