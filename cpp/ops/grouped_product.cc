@@ -29,7 +29,9 @@ moe::GroupedShape checked_shape(const Tensor& a,
   if (out) {
     MC_REQUIRE((out->dtype() == kDTypes.float32 || (out->dtype() == a.dtype() && !accumulate)) &&
                    out->is_contiguous(),
-               "out must be contiguous, and float32, or without accumulate of the dtype of a");
+               "out must be float32 or, unless it is added to, of the dtype of a, and contiguous; "
+               "got {}",
+               shape_text(*out));
     MC_REQUIRE(product == kWeightGrad || (out->dim() == 2 && out->size(0) == shape.num_rows &&
                                           out->size(1) == (product == kForward ? n : k)),
                "out must be ({}, {}), got {}", shape.num_rows, product == kForward ? n : k,

@@ -60,7 +60,7 @@ class KernelChoice:
             >>> reasons = {"gelu": "1.5x slower at 7 x 8"}
             >>> causes = dict.fromkeys(reasons, "slower")
             >>> KernelChoice(device=("cuda", ""), causes=causes, reasons=reasons).text()
-            '32 operations by our kernels, 1 by torch (gelu 1.5x slower at 7 x 8)'
+            '33 operations by our kernels, 1 by torch (gelu 1.5x slower at 7 x 8)'
         """
         names = [n for n in operation_names(self.device[0]) if n not in MEASURED]
         left = [name for name in names if name in self.causes]
