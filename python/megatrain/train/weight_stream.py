@@ -32,7 +32,7 @@ from megatrain.checkpoint import StoredWeights
 from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
 from megatrain.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of
 from megatrain.checkpoint.model_files import FOLDER_NAME
-from megatrain.config import ResolvedConfig, config_from_values
+from megatrain.config import Config, ResolvedConfig, config_from_values
 from megatrain.hf.assembly import Part, TensorAssembly
 from megatrain.hf.export_plan import ExportPlan, plan_export
 from megatrain.hf.kept_files import KeptFiles
@@ -91,6 +91,7 @@ def _stream_checkpoint(
 ) -> Iterator[tuple[str, Tensor]]:
     with StoredWeights(path, averaged=averaged) as stored, torch.no_grad():
         config = config_from_values(stored.config, source=str(stored.folder))
+        _refuse_adapters(config)
         kept = KeptFiles.of(config.data.tokenizer, stored.folder)
         tensors = plan_export(config, kept, dtype=dtype, family=family).tensors
         for spec, value in tensors.whole(lambda name, a, b, _: stored.read_part(name, a, b)):
@@ -133,8 +134,18 @@ def plan_of_run(
     Raises:
         MegacoreError: On every rank, if no family has the model's shape.
     """
+    _refuse_adapters(trainer.config)
     kept = on_rank_0(lambda: _kept_files(trainer.config), trainer.groups)
     return plan_export(trainer.config, kept, dtype=dtype, family=family)
+
+
+def _refuse_adapters(config: Config | ResolvedConfig) -> None:
+    """Refuse a run whose parameters are not those of the model."""
+    if config.lora.is_on:
+        raise MegacoreError(
+            f"the weights of a stream are whole, but this run trains adapters (lora.rank = "
+            f"{config.lora.rank}); `megacore export-hf RUN OUT --merge` writes merged weights"
+        )
 
 
 def _kept_files(config: ResolvedConfig) -> KeptFiles:
