@@ -252,7 +252,7 @@ def test_the_layout_of_buffers_lists_frozen_parameters_apart() -> None:
     first, second = buffer_layouts(dense.make_config(2, changes), 2)
     assert first.startswith("pp 0, frozen parameters: ")
     assert "    layers.1.mlp.down" in first.splitlines()
-    assert second.startswith("pp 1, dense parameters: ")
+    assert second.startswith("pp 1, dense parameters of AdamW: ")
     assert "layers.1." not in second
 
 

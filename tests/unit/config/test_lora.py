@@ -49,7 +49,7 @@ def test_values_have_ranges(values: dict[str, Any], message: str) -> None:
         ),
         (
             {"optimizer.groups": [{"pattern": "*.qkv", "lr_scale": 2.0}]},
-            r"optimizer\.groups: the pattern '\*\.qkv' of a ParamGroup matches none of the \d+ ",
+            r"optimizer\.groups: the pattern '\*\.qkv' matches none of the \d+ ",
         ),
     ],
 )
