@@ -24,7 +24,7 @@ STEPS = 20
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam"},
-    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.3, "optimizer.nesterov": True},
+    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.nesterov": True},
     "lion": {"optimizer.name": "lion", "optimizer.lr": 1e-3, "optimizer.moments_dtype": "bfloat16"},
     "muon": {"optimizer.name": "muon", "optimizer.muon.adamw_lr": 4e-3},
     # Blocks of 32 columns that two tensor-parallel ranks do not divide.
