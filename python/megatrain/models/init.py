@@ -84,7 +84,7 @@ def _fill_stretches(
 ) -> None:
     """Fill each row with the numbers from ``first + row * stride`` of a stream."""
     count, length = rows.shape
-    height = max(1, _NUMBERS_AT_A_TIME // max(1, length))
+    height = min(count, max(1, _NUMBERS_AT_A_TIME // max(1, length)))
     width = min(length, _NUMBERS_AT_A_TIME)
     drawn = torch.empty(height * width, dtype=torch.float32)
     for row in range(0, count, height):
