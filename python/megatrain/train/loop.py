@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import signal
@@ -77,7 +78,8 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
     check_writers(config.run.writers)
     groups = make_groups(config, context.world_size, calls=context.calls)
     run_dir = Path(config.run.dir)
-    with hold_folders(run_dir, config.checkpoint, groups), context.stop.deferred():
+    with contextlib.ExitStack() as held:
+        held.enter_context(hold_folders(run_dir, config.checkpoint, groups))
         resume = choose_resume(config, groups, restarts=context.restarts)
         found = find_checkpoint(resume, config.checkpoint.dir, groups=groups)
         weights = config.checkpoint.load_weights if found.path is None else None
@@ -90,6 +92,8 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             # Weights that a file replaces are not drawn.
             initialize=found.path is None and weights is None,
         )
+        # Until here a signal ends the rank at once: preparing data may take long.
+        held.enter_context(context.stop.deferred())
         callbacks = make_callbacks(config)
         control = RunControl(
             config.train,

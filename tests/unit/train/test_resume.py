@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from megatrain.config import Config, ResolvedConfig, resolve
 from megatrain.data import write_indexed
 from megatrain.models import init as init_module
 from megatrain.report import read_run, write_report
+from megatrain.train import loop as loop_module
 from megatrain.train import trainer as trainer_module
 from megatrain.train.loop import train
 from tests.support.configs import rank_context
@@ -357,3 +360,25 @@ def test_weights_that_a_file_fills_are_not_drawn(
     weights = {"load_weights": str(tmp_path / "run"), "interval": 0}
     _train(tmp_path, steps=1, batch_size=2, run=other, checkpoint=weights)
     assert drawn == []
+
+
+def test_a_signal_ends_a_rank_at_once_while_it_prepares_data_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: dict[str, bool] = {}
+    context = rank_context(0, 1)
+
+    def noted(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            ends[name] = context.stop.ends_now(signal.SIGTERM)
+            return real(*args, **options)
+
+        return call
+
+    for name in ("find_checkpoint", "build_trainer", "resume_run"):
+        monkeypatch.setattr(loop_module, name, noted(name, getattr(loop_module, name)))
+    monkeypatch.setattr(sys.modules[__name__], "rank_context", lambda *_: context)
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    _train(tmp_path, steps=1, batch_size=2)
+    # What changes the state of a run is finished first.
+    assert ends == {"find_checkpoint": True, "build_trainer": True, "resume_run": False}
