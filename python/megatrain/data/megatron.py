@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +133,18 @@ def fill_blend_index(
         part = slice(begin, begin + _SAMPLES_AT_A_TIME)
         order.take(datasets[part], numbers[part])
     return order.counts
+
+
+def _mapped_array(path: Path, dtype: type[np.integer], size: int) -> NDArray[Any]:
+    """Create an ``.npy`` file with room on the disk, and map it for writing.
+
+    Raises:
+        OSError: If the disk is full: a write to a mapped file would end the process by a signal.
+    """
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(size,))
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -346,13 +360,8 @@ class MegatronBlend:
         self._shares = shares
 
         def build(folder: Path) -> None:
-            columns = (("datasets", np.int16), ("samples", np.int64))
-            datasets, samples = (
-                np.lib.format.open_memmap(
-                    folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(size,)
-                )
-                for name, dtype in columns
-            )
+            datasets = _mapped_array(folder / "datasets.npy", np.int16, size)
+            samples = _mapped_array(folder / "samples.npy", np.int64, size)
             np.save(folder / "counts.npy", fill_blend_index(shares, datasets, samples))
 
         folder = built_once(cache, "blend", {"weights": shares, "size": size}, build)

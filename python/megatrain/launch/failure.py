@@ -200,9 +200,11 @@ class FailureMonitor:
         self._learn(self._watched())  # for messages when the store cannot be asked any more
 
     def _late(self, world: int, timeout_s: float) -> str:
-        if self._context.rank != 0:  # one rank asks for all
+        if self._number > 0:  # the rank that arrived first asks for all
             missing = world - self._ask(lambda store: store.add(ARRIVED_KEY, 0))
-            shown = "rank 0 names them"
+            first = self._get("health/arrival/0")
+            shown = "the first rank" if first is None else f"rank {first.decode()}"
+            shown += " names them"
         else:
             late = [rank for rank in range(world) if self._who(rank) is None]
             missing = len(late)

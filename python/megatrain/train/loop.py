@@ -35,6 +35,7 @@ from megatrain.checkpoint.run_folder import choose_resume, hold_folders, is_insi
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
 from megatrain.config.schedule_file import COPY_NAME
+from megatrain.data.loading import load_run_data
 from megatrain.launch.context import RankContext
 from megatrain.launch.stopping import STOPPED_EARLY
 from megatrain.report import RunInfo, write_info
@@ -77,6 +78,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
     started = time.monotonic()
     check_writers(config.run.writers)
     groups = make_groups(config, context.world_size, calls=context.calls)
+    data = load_run_data(config)  # before anything is written
     run_dir = Path(config.run.dir)
     with contextlib.ExitStack() as held:
         held.enter_context(hold_folders(run_dir, config.checkpoint, groups))
@@ -88,6 +90,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             world_size=context.world_size,
             device=context.device,
             calls=context.calls,
+            data=data,
             groups=groups,
             # Weights that a file replaces are not drawn.
             initialize=found.path is None and weights is None,
