@@ -379,13 +379,13 @@ def _broadcast_json(content: Any, world: Group, device: torch.device) -> Any:
     data = b"" if content is None else json.dumps(content).encode()
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     broadcast_(length, world)
-    count = host_values.read(length[0], "length of a message")
+    count = host_values.read(length[0], "header of a tensor")
     if count == 0:
         return None
     data = data or bytes(count)
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     broadcast_(message, world)
-    return json.loads(bytes(message.tolist()))
+    return json.loads(host_values.to_host(message, "header of a tensor").numpy().tobytes())
 
 
 def _broadcast(tensor: Tensor | None, like: Tensor, world: Group, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ def test_a_dry_run_reports_one_rank_and_writes_nothing(
     assert "rank        50 of 64: tp 0 cp 0 dp 9 pp 1" in shown
     assert "predicted: " in shown
     assert "layers.2" in shown
-    assert "1 of the results of the step (megacore/optim/distributed_optimizer.py:" in shown
+    assert "1 of the results of the step (megacore/optim/step_result.py:" in shown
     assert "world 64, tp 2, dp 16" in shown
     # Of each parameter, the rank has at most one range: main weight and two moments.
     [pieces] = re.findall(r"for the last step; (\d+) pieces of a checkpoint", shown)

@@ -223,6 +223,7 @@ def test_every_number_of_a_record_is_in_the_table() -> None:
         name: 1 for name in METRICS if name in StepRecord.__dataclass_fields__
     }
     optional |= {"epochs": {"a": 1.0}, "validation_losses": {"a": 1.0}, "mtp_losses": (1.0, 2.0)}
+    optional |= {"groups": {"kl": 1.0}, "validation_groups": {"a": {"kl": 2.0}}}
     record = StepRecord(step=0, experts=experts, **optional)
     assert set(record.as_dict()) - {"step"} == set(METRICS) - {"echo"}
     assert record.scalars()["train/mtp_losses/2"] == 2.0

@@ -40,10 +40,13 @@ def agreed_fault(problem: str, elsewhere: str, group: Group, device: torch.devic
         group: The ranks.
         device: Device for the exchange.
     """
-    mine = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
+    has_problem = int(bool(problem))
+    mine = torch.tensor([has_problem], dtype=torch.int64, device=device)
     gathered = mine.new_empty(group.size)
     all_gather(gathered, mine, group)
-    found = host_values.read(gathered, "reachable memory of peers")
+    found = host_values.read(
+        gathered, "reachable memory of peers", assumed=lambda: [has_problem] * group.size
+    )
     bad = [rank for rank, is_bad in zip(group.ranks, found, strict=True) if is_bad]
     return f"{problem or elsewhere} on rank {bad[0]}" if bad else ""
 
