@@ -51,7 +51,8 @@ from megatrain.train.references import check_references
 from megatrain.train.results import run_info, write_results
 from megatrain.train.resume import resume_run, run_state
 from megatrain.train.step import Evaluation, StepMetrics
-from megatrain.train.trainer import Trainer, build_trainer, make_groups
+from megatrain.train.trainer import Trainer, build_trainer
+from megatrain.train.trainer_parts import make_groups
 from megatrain.train.watch import RunWatch
 from megatrain.train.writers import RunFileGuard, RunWriters, check_writers
 
@@ -84,7 +85,6 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         held.enter_context(hold_folders(run_dir, config.checkpoint, groups))
         resume = choose_resume(config, groups, restarts=context.restarts)
         found = find_checkpoint(resume, config.checkpoint.dir, groups=groups)
-        weights = config.checkpoint.load_weights if found.path is None else None
         trainer = build_trainer(
             config,
             world_size=context.world_size,
@@ -93,7 +93,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             data=data,
             groups=groups,
             # Weights that a file replaces are not drawn.
-            initialize=found.path is None and weights is None,
+            initialize=found.path is None and config.checkpoint.load_weights is None,
         )
         # Until here a signal ends the rank at once: preparing data may take long.
         held.enter_context(context.stop.deferred())
@@ -107,16 +107,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         )
         saver = _make_saver(trainer) if config.checkpoint.saves else None
         notes = () if saver is None else _check_room_to_save(trainer, saver)
-        if config.lora.is_on:
-            given = config.checkpoint.load_weights
-            base, of_base = load_base(trainer, given, adapters=found.path)
-            trainer, notes = replace(trainer, base=base), notes + of_base
-        trainer, start, resumed = resume_run(trainer, found, control, callbacks)
-        if trainer.graphs is not None:  # the choice of kernels is final
-            notes += trainer.graphs.leave_out_experts()
-        if weights is not None:
-            notes += load_initial_weights(trainer, weights)
-            check_references(trainer)
+        trainer, start, of_state = _load_state(trainer, found, control, callbacks)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = move_aside(run_dir, config.checkpoint, found.path, trainer.groups)
         run = _Run(
@@ -125,7 +116,7 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             saver,
             control,
             start=start,
-            notes=moved + notes + resumed,
+            notes=moved + notes + of_state,
             callbacks=callbacks,
         )
         try:
@@ -139,9 +130,39 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
         if context.rank == 0 and stopped is not None:
             # For scripts: torchrun exits with 0 or 1, whatever the ranks exit with.
             (run_dir / STOPPED_NAME).write_text(f"{stopped}\n")
+    return _exit_code(context, stopped, is_saved=saver is not None)
+
+
+def _load_state(
+    trainer: Trainer,
+    found: FoundCheckpoint,
+    control: RunControl,
+    callbacks: Sequence[Callback],
+) -> tuple[Trainer, TrainState, tuple[str, ...]]:
+    """Load what the run begins with: base weights, a checkpoint or weights; collective.
+
+    Returns:
+        The trainer, where the run begins, and notes.
+    """
+    notes: tuple[str, ...] = ()
+    given = trainer.config.checkpoint.load_weights
+    if trainer.config.lora.is_on:
+        base, notes = load_base(trainer, given, adapters=found.path)
+        trainer = replace(trainer, base=base)
+    trainer, start, resumed = resume_run(trainer, found, control, callbacks)
+    notes += resumed
+    if trainer.graphs is not None:  # the choice of kernels is final
+        notes += trainer.graphs.leave_out_experts()
+    if given is not None and found.path is None:
+        notes += load_initial_weights(trainer, given)
+        check_references(trainer)
+    return trainer, start, notes
+
+
+def _exit_code(context: RankContext, stopped: str | None, *, is_saved: bool) -> int:
     if stopped is None:
         return 0
-    if saver is None:
+    if not is_saved:
         return 128 + (context.stop.signal or signal.SIGTERM)
     # torchrun takes any other code for a failure, and restarts the ranks.
     return 0 if context.launched_by == "torchrun" else STOPPED_EARLY

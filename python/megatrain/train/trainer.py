@@ -8,69 +8,58 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megacore.buffers import ParamGradBuffer, make_buffers
 from megacore.calls.ring import CallRing
-from megacore.errors import ConfigError, DataError
+from megacore.errors import DataError
 from megacore.optim import (
     DistributedOptimizer,
     FrozenParams,
-    OptimizerOptions,
     ParamPiece,
-    RoundedWeights,
     WeightAverage,
-    split_frozen,
 )
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
-from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.instances import HybridShardGroups
 from megacore.parallel.param_info import ParamInfo
 from megacore.pipeline import (
     ActionRecorder,
-    PipelineExecutor,
-    Program,
     Schedule,
-    receives_for,
 )
 from megacore.pipeline.clock import PhaseClock
 from megacore.qualification import KernelChoice
 from megatrain.checkpoint.base_weights import BaseWeights
 from megatrain.checkpoint.chunks import MAIN_PARAM
-from megatrain.config import DebugConfig, ResolvedConfig, ResolvedOptimizerConfig
+from megatrain.config import ResolvedConfig
 from megatrain.config.lora import is_adapter
 from megatrain.data import Samples, TrainingData, microbatch
 from megatrain.data.loading import load_run_data
 from megatrain.data.prefetch import Prefetch
 from megatrain.data.sample import OneEpoch
-from megatrain.models.build import build_chunks, group_loss_of, in_model_order
+from megatrain.models.build import build_chunks, group_loss_of
 from megatrain.models.gpt import GPTChunk
-from megatrain.models.size import count_parameters
 from megatrain.models.stage import Stage
 from megatrain.plan.layout import (
-    activation_spec,
-    activation_specs,
-    embedding_ranks,
-    make_topology,
-    train_recompute,
     train_schedule,
 )
 from megatrain.plan.routing import recorded_settings
-from megatrain.plan.state import check_param_groups, rule_of
-from megatrain.routing_trace import Recorded, RoutingRecorder, RoutingReplay, RoutingTape
-from megatrain.train.control import NUM_VOTES
+from megatrain.routing_trace import RoutingTape
 from megatrain.train.diagnosis import NonFiniteSearch
 from megatrain.train.graphs import StepGraphs
 from megatrain.train.kernels import choose_run_kernels
 from megatrain.train.memory import memory_bytes
-from megatrain.train.meters import ExpertLoadMeter, GroupLossMeter, MTPLossMeter
 from megatrain.train.step import BatchSource, EagerStep, Evaluation, StepMetrics, TrainStep
+from megatrain.train.trainer_parts import (
+    attach_tape,
+    count_params,
+    make_groups,
+    make_run_buffers,
+    make_step,
+    optimizer_options,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,61 +331,39 @@ def build_trainer(
     kernels = choose_run_kernels(config, device=device, world=groups.world)
     data = load_run_data(config) if data is None else data
     chunks = build_chunks(config, groups, device=device, initialize=initialize)
-    num_params = _count_params(config, chunks, groups)
-    buffers, frozen = _make_buffers(config, groups, chunks)
-    compared = group_loss_of(config)
-    per_token = (config.train.loss_normalization or data.default_normalization) == "token"
-    tokens_per_step = config.train.global_batch_size * config.model.seq_length
-    if compared is not None:
-        # The loss is the mean over all groups, as if these were the tokens.
-        per_token, tokens_per_step = True, config.train.global_batch_size
+    num_params = count_params(config, chunks, groups)
+    buffers, frozen = make_run_buffers(config, groups, chunks)
+    # The loss of groups is the mean over all of them, as if these were the tokens.
+    of_groups = group_loss_of(config) is not None
+    mean_over = config.train.loss_normalization or data.default_normalization
+    per_token = of_groups or mean_over == "token"
+    tokens_per_sample = 1 if of_groups else config.model.seq_length
+    num_summed = config.train.global_batch_size * tokens_per_sample if per_token else 1
     clock = PhaseClock(device) if clock is None else clock
     optimizer = DistributedOptimizer(
         buffers,
         groups=groups,
-        options=_optimizer_options(config.optimizer, tokens_per_step if per_token else 1),
+        options=optimizer_options(config.optimizer, num_summed),
         modules=chunks,
         param_groups=config.param_groups(),
         frozen=frozen,
         clock=clock,
     )
-    schedule = train_schedule(config, world_size)
-    program, executor = _make_executor(config, schedule, groups, chunks, clock, device=device)
     average = None
     if config.optimizer.ema_decay > 0:
         average = WeightAverage(optimizer.pieces(), decay=config.optimizer.ema_decay)
-    predictions = MTPLossMeter(
-        chunks, num_depths=config.model.num_mtp_layers, groups=groups, device=device
-    )
-    eager = EagerStep(
+    schedule = train_schedule(config, world_size)
+    eager, graphs = make_step(
+        config,
+        schedule,
+        groups,
         chunks,
         optimizer,
-        groups,
-        executor,
-        program=program,
-        num_microbatches=config.num_microbatches(world_size),
-        experts=_watch_experts(config, chunks, groups, device=device),
-        predictions=predictions,
-        group_metrics=GroupLossMeter(
-            chunks,
-            names=() if compared is None else compared[0].metrics,
-            groups=groups,
-            device=device,
-        ),
-        group_size=0 if compared is None else compared[0].group_size,
-        clock=clock,
+        average,
         per_token=per_token,
-        num_votes=NUM_VOTES,
-        limits_loss=config.train.on_spike == "skip",
-        counts_zeros=config.debug.count_zeros,
-        average=average,
-        # After the optimizer, whose hooks gather weights before they are rounded.
-        rounded=RoundedWeights(chunks) if config.keeps_rounded_weights(world_size) else None,
+        clock=clock,
+        device=device,
     )
-    graphs = None
-    if config.graphs.mode != "off":
-        hidden = activation_spec(config.model, config.parallel, config.train, device=device)
-        graphs = StepGraphs(config, eager, program=program, hidden=hidden)
     return Trainer(
         config=config,
         groups=groups,
@@ -411,181 +378,8 @@ def build_trainer(
         graphs=graphs,
         device=device,
         kernels=kernels,
-        routing=_attach_tape(config.debug, recorded_settings(config), chunks, rank=groups.rank),
+        routing=attach_tape(config.debug, recorded_settings(config), chunks, rank=groups.rank),
         num_params=num_params,
         calls=calls,
         first_bytes=first_bytes,
     )
-
-
-def _make_buffers(
-    config: ResolvedConfig, groups: ProcessGroups, chunks: Sequence[Stage]
-) -> tuple[list[ParamGradBuffer], FrozenParams]:
-    """Make the buffers of a rank's parameters, and freeze those of such groups; collective.
-
-    Raises:
-        ConfigError: On every rank, if a group gets no parameter, or all are frozen.
-    """
-    order = in_model_order(config.pipeline, groups.pp)
-    params = [param for number in order for param in chunks[number].param_infos()]
-    optimizer, param_groups = config.optimizer, config.param_groups()
-    if param_groups and not groups.world.is_fake:  # else those of other ranks are not known
-        names = [info.name for info, _ in params]
-        names = sorted(set().union(*all_gather_objects(names, groups.world)))
-        check_param_groups(config, names)
-    trained, frozen = split_frozen(params, param_groups)
-    instances = HybridShardGroups.split(
-        groups,
-        optimizer.sharded_instances,
-        timeout_s=config.run.timeout_s,
-        host_memory=config.run.host_memory,
-    )
-    rule = rule_of(optimizer)
-    buffers = make_buffers(
-        trained,
-        groups=groups,
-        options=optimizer.buffer_options(),
-        instances=instances,
-        kind_of=rule,
-        unit_of=lambda info: rule(info).unit,
-    )
-    return buffers, FrozenParams(frozen)
-
-
-def _optimizer_options(optimizer: ResolvedOptimizerConfig, num_summed: int) -> OptimizerOptions:
-    """Return the options of the optimizer, for gradients of sums over ``num_summed`` tokens.
-
-    With a mean per token, gradients are sums until the tokens of all ranks are counted: the loss
-    scale of the mean would overflow in the first steps.
-    """
-    options = optimizer.options()
-    scale = options.loss_scale / 2.0 ** math.ceil(math.log2(num_summed))
-    return replace(options, loss_scale=max(1.0, scale))
-
-
-def _count_params(config: ResolvedConfig, chunks: Sequence[Stage], groups: ProcessGroups) -> int:
-    """Count the parameters of the whole model; those of one's own, on all stages. Collective.
-
-    Raises:
-        ConfigError: On every rank, if stages of one's own disagree on names or shared parameters.
-    """
-    if config.model.factory is None:
-        count = count_parameters(config.model, config.moe)
-        return count.total - count.padding
-    shown = f'model.factory = "{config.model.factory}"'
-    mine = [info for chunk in chunks for info, _ in chunk.param_infos()]
-    if groups.pp.is_fake:  # the stages of other ranks are not known
-        return sum(math.prod(info.full_shape) for info in mine)
-    by_rank = all_gather_objects(mine, groups.pp)
-    shared = [[info for info in infos if info.shared is not None] for infos in by_rank]
-    holders = {rank for rank, infos in enumerate(shared) if infos}
-    expected = set(embedding_ranks(config)) if config.pipeline.copies == 1 else holders
-    if max(map(len, shared)) > 1 or (holders and holders != expected):
-        raise ConfigError(
-            f"{shown}: a tied embedding must be one shared parameter on the first and one on the "
-            "last stage; use Embedding(context, is_shared=not context.is_last) and Head(context, "
-            "tied_weight=...) with the embedding of this rank or context.tied_weight"
-        )
-    counts: dict[str, int] = {}
-    # With two copies of the model, the second half of the ranks has the second copy.
-    for infos in by_rank[: groups.pp.size // config.pipeline.copies]:
-        for info in infos:
-            if info.name in counts and not info.is_shared_copy:
-                raise ConfigError(
-                    f"{shown}: two parameters are called {info.name}; name them by the global "
-                    "number of their layer"
-                )
-            counts[info.name] = math.prod(info.full_shape)
-    return sum(counts.values())
-
-
-def _make_executor(
-    config: ResolvedConfig,
-    schedule: Schedule,
-    groups: ProcessGroups,
-    chunks: Sequence[Stage],
-    clock: PhaseClock,
-    *,
-    device: torch.device,
-) -> tuple[Program, PipelineExecutor]:
-    """Make this rank's program and its executor. Collective."""
-    activation = activation_specs(config, device)
-    receives = receives_for(groups.pp, activation, overlap=config.pipeline.overlap_p2p)
-    program = schedule.program(
-        groups.pp.position, receives=receives, recompute=train_recompute(config.train)
-    )
-    executor = PipelineExecutor(
-        program,
-        chunks,
-        group=groups.pp,
-        activation=activation,
-        channels=groups.pp_channels,
-        check_messages=config.debug.check_messages,
-        overlap_pairs=config.pipeline.overlap_moe,
-        schedule=schedule,
-        clock=clock,
-    )
-    return program, executor
-
-
-def _watch_experts(
-    config: ResolvedConfig, chunks: list[Stage], groups: ProcessGroups, *, device: torch.device
-) -> ExpertLoadMeter:
-    return ExpertLoadMeter(
-        chunks,
-        moe=config.moe,
-        num_layers=config.model.mtp_layers.stop,
-        groups=groups,
-        num_microbatches=config.num_microbatches(groups.topology.world_size),
-        device=device,
-    )
-
-
-def make_groups(
-    config: ResolvedConfig, world_size: int, *, calls: CallRing | None = None
-) -> ProcessGroups:
-    """Create the process groups of this rank; collective.
-
-    Args:
-        config: Resolved configuration.
-        world_size: Number of ranks. Above 1, ``torch.distributed`` must be initialized.
-        calls: Records the collectives and messages of this rank.
-
-    Raises:
-        ConfigError: If the layout is invalid for the number of ranks.
-    """
-    if world_size == 1:
-        return ProcessGroups.single()
-    return ProcessGroups.create(
-        make_topology(config.parallel, world_size),
-        timeout_s=config.run.timeout_s,
-        host_memory=config.run.host_memory,
-        pp_channels=config.pipeline.overlap_p2p and config.run.backend == "nccl",
-        pp_ends=embedding_ranks(config),
-        pp_copies=config.pipeline.copies,
-        calls=calls,
-    )
-
-
-def _attach_tape(
-    debug: DebugConfig, settings: Recorded, chunks: Sequence[Stage], *, rank: int
-) -> RoutingTape:
-    """Create the routing recorder and replay of the configuration, and attach them to all routers.
-
-    Args:
-        debug: The ``[debug]`` section.
-        settings: Those that a replay must match.
-        chunks: Model chunks of this rank.
-        rank: Global rank of this process.
-    """
-    tape = RoutingTape(
-        recorder=None
-        if debug.record_routing is None
-        else RoutingRecorder(Path(debug.record_routing), settings, rank=rank),
-        replay=None if debug.replay_routing is None else RoutingReplay(Path(debug.replay_routing)),
-    )
-    if tape != RoutingTape():
-        for chunk in chunks:
-            for layer in chunk.moe_layers().values():
-                layer.router.tape = tape
-    return tape
