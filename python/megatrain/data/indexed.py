@@ -163,19 +163,27 @@ class _DocumentStarts(Sequence[int]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         del copy
-        indexed = self._indexed
-        starts = np.append(indexed.starts, indexed.num_tokens * indexed.stored.dtype.itemsize)
-        positions = starts[indexed.document_borders[:-1]] // indexed.stored.dtype.itemsize
+        positions = self._positions(slice(None))
         return positions if dtype is None else positions.astype(dtype)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return [self[n] for n in range(*number.indices(len(self)))]
+            return self._positions(number)
         indexed = self._indexed
         sequence = int(indexed.document_borders[number if number >= 0 else number - 1])
         if sequence == len(indexed.starts):  # an empty document at the end
             return indexed.num_tokens
         return int(indexed.starts[sequence]) // indexed.stored.dtype.itemsize
+
+    def _positions(self, numbers: slice) -> NDArray[np.int64]:
+        indexed = self._indexed
+        sequences = indexed.document_borders[:-1][numbers]
+        # An empty document at the end starts where the tokens end.
+        inside = np.searchsorted(sequences, len(indexed.starts))
+        positions = np.full(len(sequences), indexed.num_tokens, dtype=np.int64)
+        positions[:inside] = indexed.starts[sequences[:inside]] // indexed.stored.dtype.itemsize
+        release_pages(indexed.starts)
+        return positions
 
 
 def indexed_prefix(source: str | Path) -> Path | None:

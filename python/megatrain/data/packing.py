@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from megatrain.data.cache import built_once, file_facts
 from megatrain.data.dataset import mixed_seed, permute
 from megatrain.data.sample import Sample, Window, sample_of_window
 from megatrain.data.stream import TokenRange
+
+# Pieces of documents in one step of numpy.
+_BLOCK = 1 << 20
 
 
 class ArrayFile:
@@ -97,21 +101,82 @@ def build_packing(
         >>> [sorted(row.tolist()) for row in np.split(packing.lengths, packing.rows[1:-1])]
         [[3, 7], [4, 6], [1, 2, 5]]
     """
-    sizes = np.diff(document_starts, append=num_tokens)
-    counts = np.where(sizes > seq_length + 1, -(-(sizes - 1) // seq_length), sizes > 0)
-    ends = np.cumsum(counts)
-    num_pieces = int(ends[-1])
-    # There may be many more pieces than documents, so few arrays of them are held at once.
-    lengths = np.full(num_pieces, seq_length + 1, dtype=np.int32)
-    lengths[ends[counts > 0] - 1] = (sizes - (counts - 1) * seq_length)[counts > 0]
+    lengths, continued = _cut(document_starts, num_tokens, seq_length)
     order, rows = ordered_by_best_fit(lengths, seq_length + 1, seed)
-    starts = np.arange(num_pieces) * seq_length
-    starts += np.repeat(document_starts - (ends - counts) * seq_length, counts)
-    continued = np.ones(num_pieces, dtype=np.bool_)
-    continued[(ends - counts)[counts > 0]] = False
     return Packing(
-        starts=starts[order], lengths=lengths[order], continued=continued[order], rows=rows
+        starts=_starts(lengths, continued)[order],
+        lengths=lengths[order],
+        continued=continued[order],
+        rows=rows,
     )
+
+
+def write_packing(
+    folder: Path,
+    document_starts: NDArray[np.int64],
+    *,
+    num_tokens: int,
+    seq_length: int,
+    seed: int,
+) -> None:
+    """Write the packing of `build_packing` as arrays of the names of its fields.
+
+    At its peak it needs 17 bytes per piece and 16 per sample; ``document_starts`` is not kept.
+    """
+    lengths, continued = _cut(document_starts, num_tokens, seq_length)
+    del document_starts
+    order, rows = ordered_by_best_fit(lengths, seq_length + 1, seed)
+    np.save(folder / "rows.npy", rows)
+    del rows
+    _write_in_order(folder / "starts.npy", _starts(lengths, continued), order)
+    _write_in_order(folder / "lengths.npy", lengths, order)
+    _write_in_order(folder / "continued.npy", continued, order)
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    for begin in range(0, size, _BLOCK):
+        yield slice(begin, begin + _BLOCK)
+
+
+def _write_in_order(path: Path, column: NDArray[Any], order: NDArray[np.integer]) -> None:
+    with path.open("wb") as file:
+        header = {"descr": column.dtype.str, "fortran_order": False, "shape": column.shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in _blocks(len(order)):
+            file.write(column[order[part]].data)
+
+
+def _cut(
+    document_starts: NDArray[np.int64], num_tokens: int, seq_length: int
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Return the length of each piece of the documents, and whether it continues one."""
+
+    def sizes_and_counts(part: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        starts = document_starts[part.start : part.stop + 1]
+        is_last = part.stop >= len(document_starts)
+        sizes = np.diff(starts, append=num_tokens) if is_last else np.diff(starts)
+        return sizes, np.where(sizes > seq_length + 1, -(-(sizes - 1) // seq_length), sizes > 0)
+
+    parts = list(_blocks(len(document_starts)))
+    num_pieces = sum(int(sizes_and_counts(part)[1].sum()) for part in parts)
+    lengths = np.full(num_pieces, seq_length + 1, dtype=np.int32)
+    continued = np.ones(num_pieces, dtype=np.bool_)
+    at = 0
+    for part in parts:
+        sizes, counts = sizes_and_counts(part)
+        sizes, counts = sizes[counts > 0], counts[counts > 0]
+        ends = at + np.cumsum(counts)
+        lengths[ends - 1] = sizes - (counts - 1) * seq_length
+        continued[ends - counts] = False
+        at = int(ends[-1]) if len(ends) else at
+    return lengths, continued
+
+
+def _starts(lengths: NDArray[np.int32], continued: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the position of the first token of each piece; pieces of a document share one."""
+    starts = np.zeros(len(lengths), dtype=np.int64)
+    np.subtract(lengths[:-1], continued[1:], out=starts[1:])
+    return np.cumsum(starts, out=starts)
 
 
 def ordered_by_best_fit(
@@ -119,53 +184,80 @@ def ordered_by_best_fit(
 ) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Pack pieces into samples of a capacity, see `build_packing`.
 
+    Args:
+        lengths: Tokens of each piece, from 1 to the capacity.
+        capacity: Tokens of a sample.
+        seed: Decides between pieces of the same length, and the order inside a sample.
+
     Returns:
         The pieces by sample, and the first of each sample and their number at the end.
     """
-    dtype = np.int32 if len(lengths) < 1 << 31 else np.int64
+    dtype: type[np.integer] = np.int32 if len(lengths) < 1 << 31 else np.int64
     random = np.arange(len(lengths), dtype=dtype)
     np.random.RandomState(seed % (1 << 32)).shuffle(random)
-    is_full = lengths[random] == capacity
-    full, rest = random[is_full], random[~is_full]
-    del random, is_full
-    by_length = np.argsort(-lengths[rest], kind="stable")
-    order = rest[by_length]
-    rows = _best_fit(lengths[order], capacity)
-    order = order[np.lexsort((by_length, rows))]
-    # Full pieces are the longest, each a sample of its own.
-    sizes = np.concatenate((np.ones(len(full) + 1, dtype=np.int64), np.bincount(rows)))
-    sizes[0] = 0
-    return np.concatenate((full, order)), np.cumsum(sizes, out=sizes)
+    counts = np.zeros(capacity + 1, dtype=np.int64)
+    for part in _blocks(len(lengths)):
+        counts += np.bincount(lengths[part], minlength=capacity + 1)
+    row_of, rows = _best_fit(counts, capacity, dtype)
+    # Of each length and each row, the place of the next piece: in `row_of`, and in `order`.
+    next_of_length = len(lengths) - np.cumsum(counts)
+    next_of_row: NDArray[np.integer] = rows[:-1].astype(dtype)
+    order: NDArray[np.integer] = np.empty(len(lengths), dtype=dtype)
+    for part in _blocks(len(lengths)):
+        pieces = random[part]
+        row = row_of[_take_places(next_of_length, lengths[pieces])]
+        order[_take_places(next_of_row, row)] = pieces
+    return order, rows
 
 
-def _best_fit(lengths: NDArray[np.int32], capacity: int) -> NDArray[np.int64]:
-    """Return the sample of each piece; lengths are descending.
+def _take_places(next_place: NDArray[np.integer], kinds: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Give each element, in order, the next place of its kind; ``next_place`` moves on."""
+    by_kind = np.argsort(kinds, kind="stable")
+    ordered = kinds[by_kind]
+    firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    sizes = np.diff(firsts, append=len(kinds))
+    places = np.empty(len(kinds), dtype=np.int64)
+    places[by_kind] = np.repeat(next_place[ordered[firsts]] - firsts, sizes) + np.arange(len(kinds))
+    next_place[ordered[firsts]] += sizes
+    return places
+
+
+def _best_fit(
+    counts: NDArray[np.int64], capacity: int, dtype: type[np.integer]
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Return the sample of each piece, longest first, and the first piece of each sample.
 
     Samples with the same room and pieces of the same length are treated together: a sample takes as
     many as fit, because the room that is left is the least that is enough for the next one.
+
+    Args:
+        counts: Number of pieces of each length.
+        capacity: Tokens of a sample.
+        dtype: For numbers of samples.
     """
-    rows = np.empty(len(lengths), dtype=np.int64)
-    rooms: dict[int, list[NDArray[np.int64]]] = {}
+    num_pieces = int(counts.sum())
+    row_of: NDArray[np.integer] = np.empty(num_pieces, dtype=dtype)
+    # Pieces of each sample; takes memory for those that exist.
+    sizes = np.zeros(num_pieces + 1, dtype=dtype)
+    rooms: dict[int, list[NDArray[np.integer]]] = {}
     # Bit r: there are samples with room r. The lowest bit above a length is found at once.
     occupied = 0
-    num_rows = 0
+    num_rows = begin = 0
 
-    def put(room: int, numbers: NDArray[np.int64]) -> int:
+    def put(room: int, numbers: NDArray[np.integer]) -> int:
         if len(numbers) == 0 or room == 0:
             return occupied
         rooms.setdefault(room, []).append(numbers)
         return occupied | 1 << room
 
-    ends = np.flatnonzero(np.diff(lengths, append=0)) + 1
-    begin = 0
-    for end in ends.tolist():
-        length = int(lengths[begin])
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        end = begin + int(counts[length])
         while begin < end:
             fitting = occupied >> length
             room = capacity if fitting == 0 else length + (fitting & -fitting).bit_length() - 1
             wanted = -(-(end - begin) // (room // length))
             if fitting == 0:
-                taken = np.arange(num_rows, num_rows + wanted)
+                taken = np.arange(num_rows, num_rows + wanted, dtype=dtype)
                 num_rows += wanted
             else:
                 taken = rooms[room].pop()
@@ -175,12 +267,14 @@ def _best_fit(lengths: NDArray[np.int32], capacity: int) -> NDArray[np.int64]:
                 taken = taken[:wanted]
             each = room // length
             placed = min(end - begin, each * len(taken))
-            rows[begin : begin + placed] = np.repeat(taken, each)[:placed]
+            row_of[begin : begin + placed] = np.repeat(taken, each)[:placed]
             full, rest = divmod(placed, each)
+            sizes[taken[:full] + 1] += each
+            sizes[taken[full:] + 1] += rest
             occupied = put(room - each * length, taken[:full])
             occupied = put(room - rest * length, taken[full:])
             begin += placed
-    return rows
+    return row_of, np.cumsum(sizes[: num_rows + 1], dtype=np.int64)
 
 
 class PackedDataset:
@@ -261,27 +355,25 @@ class PackedDataset:
     def _packed(self, cache: Path | None) -> Packing:
         indexed = self.tokens.source.indexed
 
-        def make() -> Packing:
-            return build_packing(
-                self.tokens.document_starts(),
-                num_tokens=len(self.tokens),
-                seq_length=self.seq_length,
-                seed=self._seed,
-            )
-
+        num_tokens, seq_length, seed = len(self.tokens), self.seq_length, self._seed
         if indexed is None or cache is None:
-            return make()
+            starts = self.tokens.document_starts()
+            return build_packing(starts, num_tokens=num_tokens, seq_length=seq_length, seed=seed)
 
         def build(folder: Path) -> None:
-            packing = make()
-            for name in Packing.__dataclass_fields__:
-                np.save(folder / f"{name}.npy", getattr(packing, name))
+            write_packing(
+                folder,
+                self.tokens.document_starts(),
+                num_tokens=num_tokens,
+                seq_length=seq_length,
+                seed=seed,
+            )
 
         facts = {
             "index": file_facts(indexed.prefix.with_name(indexed.prefix.name + ".idx")),
             "tokens": [self.tokens.begin, self.tokens.end],
-            "seq_length": self.seq_length,
-            "seed": self._seed,
+            "seq_length": seq_length,
+            "seed": seed,
         }
         folder = built_once(cache, "packing", facts, build)
         fields = Packing.__dataclass_fields__

@@ -17,6 +17,8 @@ from megatrain.data.tokenizer import TokenArray, Tokenizer
 
 # Tokens at both ends of a source that identify its content.
 CHECKED_ENDS = 1 << 14
+# Documents whose starts are read at once.
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +115,15 @@ class TokenRange:
 
     def document_starts(self) -> NDArray[np.int64]:
         """Return the first token of every document of the range, ascending from 0."""
-        starts = np.asarray(self.source.document_starts, dtype=np.int64)
-        inside = starts[np.searchsorted(starts, self.begin, side="right") :]
-        inside = inside[: np.searchsorted(inside, self.end)]
-        return np.concatenate(([0], inside - self.begin))
+        borders = self.source.document_starts
+        first = bisect_right(borders, self.begin)
+        last = bisect_left(borders, self.end, lo=first)
+        starts = np.zeros(1 + last - first, dtype=np.int64)
+        # In blocks, because there may be more documents than fit into memory several times.
+        for begin in range(first, last, _BLOCK):
+            block = borders[begin : min(begin + _BLOCK, last)]
+            starts[1 + begin - first :][: len(block)] = np.asarray(block) - self.begin
+        return starts
 
     def check(self, start: int, count: int, *, vocab_size: int, name: str | None = None) -> None:
         """Check that ``count`` tokens from ``start`` are in ``[0, vocab_size)``.

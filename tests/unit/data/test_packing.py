@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from megacore.errors import ConfigError, DataError
 from megatrain.config import DataConfig
 from megatrain.data import TokenSource, load_data, write_indexed
-from megatrain.data.packing import ArrayFile, PackedDataset, build_packing
+from megatrain.data import packing as packing_module
+from megatrain.data import stream as stream_module
+from megatrain.data.packing import ArrayFile, PackedDataset, build_packing, ordered_by_best_fit
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda s: sum(s) >= 2)
 
@@ -96,6 +99,40 @@ def test_no_document_is_cut_that_fits(lengths: list[int], seq_length: int, seed:
     )
 
 
+def filled_one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    """Tokens of each sample if pieces are packed one by one, ascending."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        room = min((room for room in rooms if room >= length), default=None)
+        if room is None:
+            rooms.append(capacity)
+            room = capacity
+        rooms[rooms.index(room)] -= length
+    return sorted(capacity - room for room in rooms)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40),
+    seed=st.integers(0, 99),
+    block=st.integers(1, 7),
+)
+def test_blocks_change_nothing_and_samples_are_those_of_best_fit(
+    lengths: list[int], seed: int, block: int
+) -> None:
+    sizes = np.array(lengths, dtype=np.int32)
+    order, rows = ordered_by_best_fit(sizes, 12, seed)
+    with mock.patch.object(packing_module, "_BLOCK", block):
+        for whole, in_blocks in zip(
+            (order, rows), ordered_by_best_fit(sizes, 12, seed), strict=True
+        ):
+            assert np.array_equal(whole, in_blocks)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    # Which of several samples with equal room takes a piece is free.
+    filled = sorted(int(sizes[row].sum()) for row in np.split(order, rows[1:-1]))
+    assert filled == filled_one_by_one(lengths, 12)
+
+
 def test_packing_is_best_fit_decreasing() -> None:
     """Against the plain algorithm: each piece in turn, the fullest sample with room."""
     random = np.random.RandomState(1)
@@ -138,8 +175,13 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert epoch(data, 0) != epoch(other, 0)
 
 
-def test_token_files_are_packed_once_and_read_from_files(tmp_path: Path) -> None:
-    documents = [np.arange(n) % 250 for n in (30, 5, 9, 70, 3)]
+@pytest.mark.parametrize("block", [2, 1 << 20])
+def test_token_files_are_packed_once_and_read_from_files(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_module, "_BLOCK", block)
+    monkeypatch.setattr(stream_module, "_BLOCK", block)
+    documents = [np.arange(n) % 250 for n in (30, 5, 0, 9, 70, 3, 0)]
     write_indexed(tmp_path / "corpus", documents, vocab_size=256)
     config = DataConfig(
         source=str(tmp_path / "corpus"),
