@@ -25,6 +25,7 @@ from tests.support.adapters import (
     formula,
     in_our_order,
     their_adapters,
+    their_saved,
 )
 from tests.support.campaigns import representatives
 from tests.support.distributed import run_ranks
@@ -104,6 +105,13 @@ def train(_rank: int, world_size: int, folder: Path, changes: dict[str, Any]) ->
     }
 
 
+def results_of(world_size: int, changes: dict[str, Any], folder: Path) -> list[Result]:
+    """What `train` returns on each rank."""
+    if world_size == 1:
+        return [train(0, 1, folder, changes)]
+    return run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+
+
 def train_theirs(model: Any, config: ResolvedConfig) -> list[float]:
     """Train adapters with torch's AdamW on the batches of one process."""
     trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
@@ -151,10 +159,11 @@ def expected(family: str, folder: Path, kind: str = "lora") -> Expected:
     config = families.make_config(folder, 1, {"optimizer": optimizer})
     model = add_adapters(theirs.train(), **settings)
     losses = train_theirs(model, config)
-    return losses, {
+    adapters = {
         name: in_our_order(name, value.detach(), model_type(folder), config.model)
         for name, value in their_adapters(model).items()
     }
+    return losses, adapters | their_saved(model, config.model.padded_vocab_size)
 
 
 @cache
@@ -241,10 +250,7 @@ def test_layouts_train_as_peft(layout: str, folders: Path) -> None:
     folder = folders / "llama"
     losses, adapters = expected("llama", folder)
     world_size, changes = LAYOUTS[layout]
-    if world_size == 1:
-        results = [train(0, 1, folder, changes)]
-    else:
-        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    results = results_of(world_size, changes, folder)
     assert set().union(*(parts for _, parts in results)) == adapters.keys()
     for result in results:
         check(result, losses, adapters)
@@ -295,38 +301,130 @@ def test_adapters_of_experts_train_as_plain_sums(layout: str, folders: Path) -> 
     losses, adapters = expected_of_experts("qwen3-moe", folder)
     world_size, changes = EXPERT_LAYOUTS[layout]
     changes = {"lora": EXPERTS, **changes}
-    if world_size == 1:
-        results = [train(0, 1, folder, changes)]
-    else:
-        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    results = results_of(world_size, changes, folder)
     assert set().union(*(parts for _, parts in results)) == adapters.keys()
     for result in results:
         check(result, losses, adapters)
 
 
-OF_KINDS = ["one process", "tp2", "tp2 sequence parallel"]
+LATENT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    **EXPERT_LAYOUTS,
+    "graphs of steps": (
+        1,
+        {
+            "moe": {"dispatcher": "static"},
+            "graphs": {"mode": "full_step", "warmup_steps": 1},
+        },
+    ),
+    "ep2 static, clones, graphs of layers": (
+        2,
+        {
+            "parallel": {"ep": 2},
+            "moe": {"dispatcher": "static"},
+            "moe.echo": {"num_spare_slots": 2},
+            "graphs": {"mode": "partial", "warmup_steps": 1},
+        },
+    ),
+    "tp2 etp1 cp2 ep4 sequence parallel, clones": (
+        4,
+        {
+            "parallel": {"cp": 2, "ep": 4, "etp": 1, **SEQUENCE_PARALLEL},
+            "moe.echo": {"num_spare_slots": 1},
+        },
+    ),
+    "tp2 etp2 pp2 sequence parallel, recomputed": (
+        4,
+        {
+            "parallel": {"pp": 2, "etp": 2, **SEQUENCE_PARALLEL},
+            "pipeline": {"schedule": "zb_h1", "layout": "Ett|tL"},
+            "train": {"recompute": ["full"]},
+        },
+    ),
+}
+del LATENT_LAYOUTS["one process"], LATENT_LAYOUTS["cp2 a2a"]  # the other one is refused
+FIRST_OF_LATENT = ["tp2 etp2 sequence parallel", "cp2", "ep2, clones"]
+
+# At the rate of the other tests, one process whose adapters start 1e-7 away ends 1e-5 away in its
+# losses, and 2e-4 in its adapters, with dropout; at this one 5e-7 and 5e-5.
+SMALLER = {"lr": 0.005}
+LATENT_KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rs, dora": {"lora": {**LORA, "rs": True, "dora": True}, "optimizer": SMALLER},
+    "dropout": {"lora": {**LORA, "dropout": 0.3}, "optimizer": SMALLER},
+    "saved": {
+        "lora": {**LORA, "modules_to_save": ["embedding", "head", "router", "*norm"]},
+        "optimizer": SMALLER,
+    },
+}
+
+
+@cache
+def of_one_process(folder: Path, kind: str = "lora") -> Expected:
+    """Losses and trained parameters of one process with adapters of all projections."""
+    expected("deepseek-v3", folder)  # which imports the model
+    losses, trained = train(0, 1, folder, LATENT_KINDS[kind])
+    assert losses[-1] < losses[0] - 0.2, "the model must have learnt something"
+    return losses, {name: value for name, (_, _, value) in trained.items()}
+
+
+@pytest.mark.parametrize("layout", representatives(LATENT_LAYOUTS, FIRST_OF_LATENT))
+def test_latent_attention_and_all_experts_train_as_one_process(layout: str, folders: Path) -> None:
+    folder = folders / "deepseek-v3"
+    losses, adapters = of_one_process(folder)
+    kinds = {name.split(".", 2)[2].rpartition(".")[0] for name in adapters}
+    assert {"attention.kv_down", "mlp.gate", "moe.shared.up", "moe.experts.gate"} < kinds
+    for result in results_of(*LATENT_LAYOUTS[layout], folder):
+        check(result, losses, adapters)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", [kind for kind in LATENT_KINDS if kind != "lora"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        "tp2 sequence parallel, recomputed",
+        "pp2 zb_h1",
+        "tp2 etp2 sequence parallel",
+        "tp2 etp1 ep2",
+        "ep2, clones",
+        "graphs of layers",
+    ],
+)
+def test_kinds_of_adapters_of_latent_attention(kind: str, layout: str, folders: Path) -> None:
+    folder = folders / "deepseek-v3"
+    losses, trained = of_one_process(folder, kind)
+    plain_losses, plain = of_one_process(folder)
+    assert trained.keys() > plain.keys() or losses[0] != pytest.approx(plain_losses[0], rel=1e-4)
+    world_size, changes = LATENT_LAYOUTS[layout]
+    results = results_of(world_size, {**LATENT_KINDS[kind], **changes}, folder)
+    assert set().union(*(parts for _, parts in results)) == trained.keys()
+    for result in results:
+        check(result, losses, trained)
+
+
+OF_KINDS = ["one process", "tp2", "tp2 sequence parallel", "pp2 zb_h1", "tp2 pp2 sequence parallel"]
 KIND_LAYOUTS = [(kind, layout) for kind in KINDS for layout in OF_KINDS if kind != "lora"]
 FIRST_OF_KINDS = [(kind, "one process") for kind in KINDS if kind != "lora"]
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    representatives(KIND_LAYOUTS, [*FIRST_OF_KINDS, ("dora", "tp2 sequence parallel")]),
+    representatives(
+        KIND_LAYOUTS,
+        [*FIRST_OF_KINDS, ("dora", "tp2 sequence parallel"), ("saved", "tp2 sequence parallel")],
+    ),
 )
 def test_kinds_of_adapters_train_as_those_of_peft(kind: str, layout: str, folders: Path) -> None:
     folder = folders / "llama"
     losses, adapters = expected("llama", folder, kind)
     assert losses != pytest.approx(expected("llama", folder)[0], rel=1e-4)
     world_size, changes = {"one process": (1, {}), **LAYOUTS}[layout]
-    changes = {**KINDS[kind][1], **changes}
-    if world_size == 1:
-        results = [train(0, 1, folder, changes)]
-    else:
-        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
-    for found, parts in results:
-        trained = {name: each for name, each in parts.items() if "lora" in name}
-        assert trained.keys() == adapters.keys()
-        check((found, trained), losses, adapters)
+    results = results_of(world_size, {**KINDS[kind][1], **changes}, folder)
+    assert set().union(*(parts for _, parts in results)) == adapters.keys()
+    for result in results:
+        check(result, losses, adapters)
 
 
 DROPOUT = {**LORA, "dropout": 0.3}
@@ -355,9 +453,6 @@ def test_dropout_is_the_same_in_every_layout(layout: str, folders: Path) -> None
     assert losses != pytest.approx(expected("llama", folder)[0], rel=1e-4)
     world_size, changes = DROPOUT_LAYOUTS[layout]
     changes = {"lora": DROPOUT, **changes}
-    if world_size == 1:
-        results = [train(0, 1, folder, changes)]
-    else:
-        results = run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)
+    results = results_of(world_size, changes, folder)
     for found, _ in results:
         assert found == pytest.approx(losses, rel=1e-5)

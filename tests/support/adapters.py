@@ -80,6 +80,17 @@ def their_adapters(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def their_saved(model: Any, rows: int) -> dict[str, Tensor]:
+    """Return the parameters of ``modules_to_save`` by our names, padded with zeros to ``rows``."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for module, ours in (("embed_tokens", "embedding"), ("lm_head", "head")):
+            if f"{module}.modules_to_save" in name:
+                padding = (0, 0, 0, rows - len(parameter))
+                found[ours] = torch.nn.functional.pad(parameter.detach(), padding)
+    return found
+
+
 def in_our_order(name: str, theirs: Tensor, family: str, model: ModelConfig) -> Tensor:
     """Return a parameter of an adapter with its rows in our order."""
     local = name.split(".", 2)[2].rpartition(".")[0]
