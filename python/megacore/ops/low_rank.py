@@ -107,6 +107,26 @@ class LowRankParts:
         return blocks
 
 
+def low_rank_sum(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Compute ``weight + scale * b @ a`` in the dtype of the factors.
+
+    Args:
+        weight: ``(N, K)``, of any float dtype.
+        a: First factor, ``(R, K)``.
+        b: Second factor, ``(N, R)``.
+        scale: Factor on the product.
+
+    Returns:
+        A new tensor ``(N, K)``, dtype of the factors; it is all the memory that is needed.
+
+    Example:
+        >>> a, b = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0]])
+        >>> low_rank_sum(torch.tensor([[1.0, 0.5]]), a, b, scale=0.5).tolist()
+        [[2.0, 1.5]]
+    """
+    return torch.mm(b, a).mul_(scale).add_(weight)
+
+
 def add_low_rank(
     y: Tensor,
     x: Tensor,

@@ -8,6 +8,7 @@ A folder has ``config.json`` and one or more ``*.safetensors`` files. If present
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -190,6 +191,18 @@ class HFWeights:
         """Read a whole parameter, in `dtype`."""
         values = torch.empty(self._infos[name].full_shape, dtype=self.dtype(name))
         self.read_into(values, name, ShardPosition())
+        return values
+
+    def read_part(self, name: str, first: int, last: int) -> Tensor:
+        """Read the elements ``[first, last)`` of the first dimension of a parameter, in `dtype`.
+
+        Without ranges, memory holds the whole parameter.
+        """
+        shape = self._infos[name].full_shape
+        if last - first == shape[0] or not self.has_ranges(name):
+            return self.read_param(name)[first:last]
+        values = torch.empty((last - first, *shape[1:]), dtype=self.dtype(name))
+        self.read_range(name, first * math.prod(shape[1:]), values.view(-1))
         return values
 
     def not_finite(self, name: str) -> str | None:

@@ -8,8 +8,9 @@ Shapes: O outputs, I inputs, R rank, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -108,17 +109,20 @@ class BaseParam:
     transform: Transform
 
 
-def projection_rows(whole: Tensor, info: ParamInfo) -> list[Tensor]:
+def projection_rows(
+    whole: Tensor, info: ParamInfo, projections: Sequence[Projection] | None = None
+) -> list[Tensor]:
     """Return views of the rows of each projection of a parameter.
 
     Args:
         whole: The parameter, contiguous, with any last dimension C.
         info: Its description.
+        projections: Its projections that ``whole`` has. Default: all.
 
     Returns:
         For each projection ``([E,] groups, rows / groups, C)``.
     """
-    projections = projections_of(info)
+    projections = projections_of(info) if projections is None else projections
     groups, lead = projections[0].groups, whole.shape[:1] if info.expert else ()
     rows = whole.view(*lead, groups, -1, whole.shape[-1])
     return list(rows.split_with_sizes([each.rows // groups for each in projections], dim=-2))
@@ -189,14 +193,15 @@ class PeftNames:
             adapters: Adapters by projection; sites without one are left out.
         """
         given = [adapters.get(each.name) for each in base.projections]
-        ranks = [0 if each is None else each.a.shape[-2] for each in given]
-        columns = torch.arange(sum(ranks)).split_with_sizes(ranks)
-        wide = torch.zeros(*base.info.full_shape[:-1], sum(ranks))
-        norms = torch.zeros(*base.info.full_shape[:-1], 1)
+        device = next(each.a.device for each in adapters.values())
+        ends = list(accumulate(0 if each is None else each.a.shape[-2] for each in given))
+        columns = [range(*pair) for pair in pairwise((0, *ends))]
+        wide = torch.zeros(*base.info.full_shape[:-1], ends[-1], device=device)
+        norms = torch.zeros(*base.info.full_shape[:-1], 1, device=device)
         places = projection_rows(wide, base.info), projection_rows(norms, base.info)
         for each, own, rows, norm in zip(given, columns, *places, strict=True):
             if each is not None:
-                target = rows[..., own[0] : own[-1] + 1]
+                target = rows[..., own.start : own.stop]
                 target.copy_(each.b.view(target.shape))
                 if each.magnitude is not None:
                     norm.copy_(each.magnitude.view(norm.shape))
@@ -207,11 +212,12 @@ class PeftNames:
             theirs = [(each, column) for each, column in mine if each is not None]
             if theirs:
                 has_norm = any(each.magnitude is not None for each, _ in theirs)
+                columns_of = [at for _, at in theirs]
                 yield (
                     site,
                     Adapter(
                         a=torch.cat([_of_expert(each.a, site) for each, _ in theirs], dim=-2),
-                        b=site.turned(parts[site.number])[..., torch.cat([at for _, at in theirs])],
+                        b=site.turned(parts[site.number])[..., list(chain(*columns_of))],
                         magnitude=lengths[site.number].flatten() if has_norm else None,
                     ),
                 )
@@ -268,7 +274,11 @@ class PeftNames:
     def _rows_of(self, base: BaseParam, parts: Mapping[int, Tensor], width: int) -> list[Tensor]:
         """Join matrices ``(O, C)`` of sites, padded to a width, to rows of projections."""
         whole = torch.empty(*base.info.full_shape[:-1], width, device="meta")
-        joined = [torch.zeros(part.shape) for part in base.transform.split(whole, self._shape)]
+        device = next((part.device for part in parts.values()), None)
+        joined = [
+            torch.zeros(part.shape, device=device)
+            for part in base.transform.split(whole, self._shape)
+        ]
         for number, part in parts.items():
             base.sites[number].turned(joined[number])[..., : part.shape[-1]].copy_(part)
         rows = base.transform.join(joined, self._shape).contiguous()

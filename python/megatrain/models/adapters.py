@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megacore.moe.expert_adapters import ExpertAdapters, ExpertPart
 from megacore.ops.counter_random import key_of
 from megacore.ops.dropout import counter_dropout, keep_mask
-from megacore.ops.low_rank import LowRankParts, add_low_rank
+from megacore.ops.low_rank import LowRankParts, add_low_rank, low_rank_sum
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.param_info import ParamInfo
 from megatrain.config.lora import LoraConfig
@@ -163,8 +163,7 @@ class Adapter(nn.Module):
     def _sum_NK(self) -> Tensor:
         """Return the sum of this rank's part of the weight and its adapters."""
         a, b = torch.cat(self._tensors("a")), self.parts.joined(self._tensors("b"))
-        weight_NK = self._weight[0].detach().flatten(0, -2).to(a.dtype)
-        return torch.addmm(weight_NK, b, a, alpha=self.scale)
+        return low_rank_sum(self._weight[0].detach().flatten(0, -2), a, b, scale=self.scale)
 
     def _tensors(self, kind: str) -> list[Tensor]:
         return [getattr(self, f"{name}_{kind}") for name in self._names]
