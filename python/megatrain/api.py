@@ -45,7 +45,7 @@ from megatrain.models.transformer import MLP, TransformerLayer
 from megatrain.train.callbacks import Callback
 from megatrain.train.metrics import StepRecord
 from megatrain.train.trainer import Trainer
-from megatrain.train.weight_stream import refresh_weights, stream_weights
+from megatrain.train.weight_stream import adapter_config, refresh_weights, stream_weights
 
 __all__ = [
     "MLP",
@@ -83,6 +83,7 @@ __all__ = [
     "Trainer",
     "TransformerLayer",
     "VocabEmbedding",
+    "adapter_config",
     "all_gather_sequence",
     "causal_attention",
     "copy_to_group",

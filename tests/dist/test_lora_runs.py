@@ -16,8 +16,6 @@ from megatrain.checkpoint.base_weights import BaseWeights
 from megatrain.cli import main
 from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.train.loop import train
-from megatrain.train.trainer import build_trainer
-from megatrain.train.weight_stream import refresh_weights, stream_weights
 from tests.support.configs import changed_config, rank_context
 from tests.support.distributed import run_ranks
 
@@ -95,18 +93,6 @@ def test_a_run_with_adapters_goes_on_in_other_layouts(folder: Path) -> None:
     run_ranks(2, run_folder, 2, folder, {**parts, "train.steps": 2, "parallel.tp": 2})
     run_folder(0, 1, folder, parts)
     assert records(folder / "parts") == pytest.approx(records(folder / "whole"), rel=1e-5)
-
-
-def test_a_stream_of_a_run_with_adapters_is_refused_with_the_remedy(folder: Path) -> None:
-    run_folder(0, 1, folder, {**adapted(folder), "train.steps": 1})
-    with pytest.raises(MegacoreError, match=r"adapters \(lora.rank = 2\); .* --merge"):
-        next(stream_weights(folder / "run"))
-    data = {"source": str(folder / "text.txt"), "tokenizer": "bytes"}
-    config = changed_config(1, {**SECTIONS, "data": data}, adapted(folder))
-    trainer = build_trainer(config, world_size=1, device=torch.device("cpu"))
-    for ask in (lambda: next(stream_weights(trainer)), lambda: refresh_weights(trainer, ())):
-        with pytest.raises(MegacoreError, match="trains adapters"):
-            ask()
 
 
 def test_adapters_start_anew_from_those_of_a_run(folder: Path) -> None:

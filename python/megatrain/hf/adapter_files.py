@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megacore.errors import MegacoreError
 from megatrain.hf import HFWeights
+from megatrain.hf.adapter_plan import adapter_of
 from megatrain.hf.import_hf import HEAD, HFFolder, describe_params
 from megatrain.hf.peft_config import WEIGHTS_NAME, PeftConfig
 from megatrain.hf.peft_names import PREFIX, Adapter, BaseParam, PeftNames, Site
@@ -304,13 +305,9 @@ class AdapterFiles:
 
     def _read(self, found: _Found) -> Adapter:
         a, b = (self._files[found.tensors[name]].float() for name in ("lora_A", "lora_B"))
-        if found.site.is_joined:
-            # Rows of A by expert, then rank; columns of B by rank, then expert.
-            experts = found.base.info.full_shape[0]
-            a = a.view(experts, -1, a.shape[-1])
-            b = b.view(len(b), -1, experts).permute(2, 0, 1)
         norm = found.tensors.get("lora_magnitude_vector")
-        return Adapter(a=a, b=b, magnitude=None if norm is None else self._files[norm].float())
+        magnitude = None if norm is None else self._files[norm].float()
+        return adapter_of(found.site, found.base, a, b, magnitude)
 
 
 class _Overlaid:

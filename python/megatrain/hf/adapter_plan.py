@@ -54,6 +54,9 @@ class AdapterPlan:
         dtype: Number format of the tensors.
 
     Attributes:
+        own: As the argument.
+        family: As the argument.
+        rank: Rank of the adapters.
         specs: All tensors: those of adapters in the order of the layers, then modules that are
             trained whole.
         names: Sites of the base.
@@ -75,7 +78,8 @@ class AdapterPlan:
     ) -> None:
         self.specs: list[TensorSpec] = []
         self.notes: list[str] = []
-        self._config, self._lora, self._own = config, config.lora, set(own)
+        self._config, self._lora, self.own = config, config.lora, set(own)
+        self.rank, self.family = config.lora.rank or 1, family
         self._dtype, self._shape = dtype, GPTShape.from_config(config.model)
         self._hf = HFTensors(family, config.model, config.moe, dtype=dtype)
         self.names = PeftNames(family, self._hf.infos, config.model, config.moe)
@@ -93,7 +97,7 @@ class AdapterPlan:
         """Return the tensors of the adapters of a parameter, in one of its forms."""
         return [
             TensorSpec(name=name, dtype=self._dtype, shape=tuple(tensor.shape))
-            for site, adapter in self.names.split(base, self._on_meta(base))
+            for site, adapter in self.names.split(base, self.on_meta(base))
             for name, tensor in tensors_of(site, adapter).items()
         ]
 
@@ -108,18 +112,20 @@ class AdapterPlan:
                 not trained. Default: ``run`` has them, too.
         """
         specs = iter(self.specs)
+        # Of experts whose adapters are all without effect, nothing is read.
+        like = run.read_param(min(name for name in self.own if name.endswith(".lora_a")))
         for each in self.adapted:
             adapters = read_adapters(run, each.info)
-            if adapters is None:
+            if adapters is None or like is None:
                 yield from ((next(specs), None) for _ in self.specs_of(each))
                 continue
-            adapters = self._with_zeros(each, adapters)
+            adapters = self._with_zeros(each, adapters, like.device)
             for site, adapter in self.names.split(each, adapters):
                 for tensor in tensors_of(site, adapter).values():
                     yield next(specs), tensor.to(self._dtype)
         for saved in self.saved:
             name = saved.info.name
-            source = run if name in self._own or base is None else base()
+            source = run if name in self.own or base is None else base()
             whole = source.read_param(name)
             if whole is not None:
                 parts = saved.transform.split(whole, self._shape)
@@ -173,7 +179,7 @@ class AdapterPlan:
         names = {
             base.info.name
             for base in params
-            if any(f"{each.name}.lora_a" in self._own for each in base.projections)
+            if any(f"{each.name}.lora_a" in self.own for each in base.projections)
         }
         if any(base.info.expert and base.info.name in names for base in params):
             # PEFT drops or refuses files with some projections of experts only.
@@ -183,7 +189,7 @@ class AdapterPlan:
     def _plan_adapters(self) -> None:
         for base in self.adapted:
             self.specs += self.specs_of(base)
-            for site, adapter in self.names.split(base, self._on_meta(base)):
+            for site, adapter in self.names.split(base, self.on_meta(base)):
                 self._add(site, adapter.a.shape[-2])
         if self._parameters and self._lora.dora:
             raise MegacoreError(
@@ -260,10 +266,10 @@ class AdapterPlan:
         return found
 
     def _saves(self, info: ParamInfo) -> bool:
-        return info.name in self._own and not info.name.endswith(".expert_bias")
+        return info.name in self.own and not info.name.endswith(".expert_bias")
 
-    def _on_meta(self, base: BaseParam) -> dict[str, Adapter]:
-        """Return adapters without values."""
+    def on_meta(self, base: BaseParam) -> dict[str, Adapter]:
+        """Return adapters of a parameter without values."""
         infos = describe_adapters(base.info, self._lora)
         found = {}
         for projection in base.projections:
@@ -276,19 +282,19 @@ class AdapterPlan:
                 found[projection.name] = Adapter(
                     a=named["lora_a"], b=named["lora_b"], magnitude=named.get("lora_magnitude")
                 )
-        return self._with_zeros(base, found)
+        return self._with_zeros(base, found, torch.device("meta"))
 
-    def _with_zeros(self, base: BaseParam, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
+    def _with_zeros(
+        self, base: BaseParam, adapters: dict[str, Adapter], device: torch.device
+    ) -> dict[str, Adapter]:
         """Add adapters without effect to projections of experts that have none."""
         if not base.info.expert:
             return adapters
-        device = next((each.a.device for each in adapters.values()), torch.device("cpu"))
         experts, inputs = base.info.full_shape[0], base.info.full_shape[-1]
-        rank = self._lora.rank or 1
         zeros = {
             each.name: Adapter(
-                a=torch.zeros(experts, rank, inputs, device=device),
-                b=torch.zeros(experts, each.rows, rank, device=device),
+                a=torch.zeros(experts, self.rank, inputs, device=device),
+                b=torch.zeros(experts, each.rows, self.rank, device=device),
             )
             for each in base.projections
         }
@@ -306,6 +312,17 @@ def tensors_of(site: Site, adapter: Adapter) -> dict[str, Tensor]:
         # PEFT saves it without the ending, which `transformers` needs to find it.
         found[f"{module}.lora_magnitude_vector.weight"] = adapter.magnitude
     return found
+
+
+def adapter_of(
+    site: Site, base: BaseParam, a: Tensor, b: Tensor, magnitude: Tensor | None = None
+) -> Adapter:
+    """Invert `tensors_of`; the tensors are in its order."""
+    if site.is_joined:
+        experts = base.info.full_shape[0]
+        a = a.view(experts, -1, a.shape[-1])
+        b = b.view(len(b), -1, experts).permute(2, 0, 1)
+    return Adapter(a=a, b=b, magnitude=magnitude)
 
 
 def origin_of(base: str | Path, original: Mapping[str, Any] | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,9 +52,17 @@ class TensorAssembly:
             accepts are accepted too.
         model: A resolved ``[model]`` section.
         moe: A resolved ``[moe]`` section.
+        only: Names of the parameters that have tensors. Default: all.
     """
 
-    def __init__(self, family: str, model: ModelConfig, moe: MoEConfig) -> None:
+    def __init__(
+        self,
+        family: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        *,
+        only: Collection[str] | None = None,
+    ) -> None:
         self._family = family
         self._shape = GPTShape.from_config(model)
         self._places: dict[str, _Place] = {}
@@ -66,12 +74,18 @@ class TensorAssembly:
         table = FAMILIES[family].table
         originals: dict[str, str] = {}
         for info in describe_params(model, moe):
+            if only is not None and info.name not in only:
+                continue
             rows = list(rows_of(info.name, table, moe.num_experts))
             originals[info.name] = rows[0][1][0]
             for row, names in rows:
                 self._add_places(info.name, info.full_shape, row.transform, names)
-        self._copies = {copy: originals[name] for copy, name in copies_of(FAMILIES[family], model)}
-        if model.tie_embeddings:
+        self._copies = {
+            copy: originals[name]
+            for copy, name in copies_of(FAMILIES[family], model)
+            if name in originals
+        }
+        if model.tie_embeddings and "embedding" in originals:
             self._copies[HEAD] = originals["embedding"]
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -89,11 +103,7 @@ class TensorAssembly:
             raise MegacoreError(f"tensor {name} must come once, but it came a second time")
         if shape != place.shape:
             raise MegacoreError(f"tensor {name} must have shape {place.shape}, got {shape}")
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise MegacoreError(
-                f"tensor {name} must be of float32, bfloat16 or float16, got "
-                f"{str(dtype).removeprefix('torch.')}; dequantize it first"
-            )
+        check_float(name, dtype)
         self._seen.add(name)
 
     def take(self, name: str, tensor: Tensor) -> Iterator[tuple[Part, Tensor]]:
@@ -162,6 +172,19 @@ class TensorAssembly:
                 self._places.setdefault(name, place)
             if not is_alias:
                 missing[part] = theirs
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check that a tensor has values of a number format that a stream may have.
+
+    Raises:
+        MegacoreError: If it has not.
+    """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise MegacoreError(
+            f"tensor {name} must be of float32, bfloat16 or float16, got "
+            f"{str(dtype).removeprefix('torch.')}; dequantize it first"
+        )
 
 
 def _is_inside(part: Part, whole: Part) -> bool:

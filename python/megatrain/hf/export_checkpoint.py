@@ -21,7 +21,6 @@ from megatrain.hf.export_plan import plan_export
 from megatrain.hf.kept_files import KeptFiles
 from megatrain.hf.merged_weights import open_merged
 from megatrain.hf_folder import CONFIG_NAME, write_json, write_tensors
-from megatrain.models.build import torch_dtype
 
 # Limit of `transformers` before version 5; files of this size can be copied anywhere.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -98,8 +97,7 @@ def export_checkpoint(
     generation = kept.generation(plan.config)
     source: ParamSource = stored
     if merged:
-        is_kept = dtype is None and kept.dtype is not None
-        source = open_merged(stored, path=base, dtype=None if is_kept else torch_dtype(plan.dtype))
+        source = open_merged(stored, path=base, dtype=plan.merged_dtype)
     try:
         with stored, filled_folder(out), torch.no_grad():
             files = write_tensors(

@@ -96,10 +96,11 @@ class HFTensors:
                 if part is None:
                     yield from ((spec, None) for spec in theirs)
                     continue
-                values = row.transform.split(part, self._shape)
+                values = list(row.transform.split(part, self._shape))
                 del part
-                for spec, value in zip(theirs, values, strict=True):
-                    yield spec, value.to(spec.dtype)
+                for spec in theirs:
+                    # Not held here while the next one is read.
+                    yield spec, values.pop(0).to(spec.dtype)
 
     def blocks(self, source: ParamSource) -> Iterator[Iterator[Tensor]]:
         """Yield, in the order of `specs`, the consecutive blocks of each tensor.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megacore.errors import MegacoreError
 from megatrain.config import Config, ResolvedConfig
 from megatrain.hf.export_hf import HFTensors
@@ -20,12 +22,14 @@ class ExportPlan:
         config: Content of ``config.json``.
         tensors: Names, shapes and number formats of the tensors, and their map to parameters.
         dtype: Number format of most tensors.
+        merged_dtype: Number format that merged weights are rounded to; ``None``: that of the base.
         notes: Differences from the imported files, one sentence each.
     """
 
     config: dict[str, Any]
     tensors: HFTensors
     dtype: str
+    merged_dtype: torch.dtype | None
     notes: tuple[str, ...]
 
 
@@ -47,8 +51,8 @@ def plan_export(
     Raises:
         MegacoreError: If no family has the model's shape, or the number format is unknown.
     """
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise MegacoreError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    check_dtype(dtype)
+    is_kept = dtype is None and kept.dtype is not None
     trained = config.train.dtype or "float32"
     hf_config, notes = kept.config(config.model, config.moe, family)
     tensors = HFTensors(
@@ -68,6 +72,21 @@ def plan_export(
             f"the weights are {kept.dtype}, as in the imported files, though train.dtype is "
             f"{trained}; --dtype {trained} keeps more digits",
         )
+    dtype = dtype or str(kept.dtype)
     return ExportPlan(
-        config=hf_config, tensors=tensors, dtype=dtype or str(kept.dtype), notes=notes
+        config=hf_config,
+        tensors=tensors,
+        dtype=dtype,
+        merged_dtype=None if is_kept else torch_dtype(dtype),
+        notes=notes,
     )
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Check the name of a number format to export in.
+
+    Raises:
+        MegacoreError: If it is unknown.
+    """
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise MegacoreError(f"dtype must be float32, bfloat16 or float16, got {dtype}")

@@ -213,7 +213,7 @@ def read_adapters(
     Returns:
         Empty if it has none; ``None`` if the source returns no values on this rank.
     """
-    known, found = source.names(), {}
+    known, found, is_absent = source.names(), {}, False
     projections = projections_of(info)
     is_part = last is not None and last - first < info.full_shape[0]
     if is_part and not info.expert:
@@ -230,10 +230,11 @@ def read_adapters(
             a, b = (read(f"{projection.name}.lora_{factor}") for factor in "ab")
             has_norms = f"{projection.name}.lora_magnitude" in known
             norms = read(f"{projection.name}.lora_magnitude") if has_norms else None
-            if a is None or b is None:
-                return None
-            found[projection.name] = Adapter(a=a.float(), b=b.float(), magnitude=norms)
-    return found
+            # Without values the others are read, too, because all ranks take part in a read.
+            if a is not None and b is not None:
+                found[projection.name] = Adapter(a=a.float(), b=b.float(), magnitude=norms)
+            is_absent |= a is None
+    return None if is_absent else found
 
 
 def merge(

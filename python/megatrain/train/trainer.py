@@ -142,8 +142,9 @@ class Trainer:
         averages = [] if self.average is None else self.average.pieces()
         trained = [*self.optimizer.pieces(), *averages]
         if self.config.lora.is_on:
+            fixed = [piece for piece in self.frozen.pieces() if is_adapter(piece.info.name)]
             buffers = (chunk.trained_buffer_infos() for chunk in self.chunks)
-            return trained + _buffer_pieces(buffers)
+            return [*trained, *fixed, *_buffer_pieces(buffers)]
         buffers = (chunk.buffer_infos() for chunk in self.chunks)
         return [*trained, *self.frozen.pieces(), *_buffer_pieces(buffers)]
 

@@ -6,10 +6,11 @@ and no rank holds the whole model. Both directions use the tables of import and 
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,28 +20,33 @@ from torch import Tensor
 from megacore import host_values
 from megacore.errors import CheckpointError, MegacoreError
 from megacore.optim import ParamPiece
-from megacore.optim.weight_average import AVERAGE
-from megacore.parallel.collectives import (
-    all_gather_objects,
-    all_reduce_,
-    broadcast_,
-    irecv,
-    isend,
-)
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, broadcast_
 from megacore.parallel.process_groups import Group
 from megatrain.checkpoint import StoredWeights
 from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
-from megatrain.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of
+from megatrain.checkpoint.chunks import Chunk
 from megatrain.checkpoint.model_files import FOLDER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
+from megatrain.config.lora import is_adapter
+from megatrain.hf import config_to_hf
+from megatrain.hf.adapter_assembly import AdapterAssembly
+from megatrain.hf.adapter_plan import AdapterPlan, origin_of
 from megatrain.hf.assembly import Part, TensorAssembly
-from megatrain.hf.export_plan import ExportPlan, plan_export
+from megatrain.hf.export_plan import ExportPlan, check_dtype, plan_export
 from megatrain.hf.kept_files import KeptFiles
+from megatrain.hf.merged_weights import MergedParts, PartSource, open_base, open_merged
+from megatrain.hf_folder import TensorSpec
+from megatrain.models.build import torch_dtype
+from megatrain.train.gathered_parts import (
+    GatheredParts,
+    box_of,
+    boxes_by_param,
+    check_all_go_on,
+    count_stopped,
+)
 from megatrain.train.trainer import Trainer
 
 WhichRanks = Literal["rank 0", "all"]
-# Of messages with parts of weights.
-_TAG = 0
 
 
 def stream_weights(
@@ -50,6 +56,8 @@ def stream_weights(
     dtype: str | None = None,
     family: str | None = None,
     averaged: bool = False,
+    adapters: bool = False,
+    base: str | Path | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over the weights as whole Hugging Face tensors, equal to those of ``export-hf``.
 
@@ -57,70 +65,158 @@ def stream_weights(
     early, the others get an error at the next tensor. Of a checkpoint: in this process alone, after
     its checksums were verified; with several processes, each reads for itself.
 
+    Of a run with adapters: the merged weights, of ``export-hf --merge``, or the adapters, of
+    ``export-hf --adapter``; `adapter_config` describes these. A trainer merges the frozen weights
+    as it holds them, in ``train.dtype``.
+
     Memory, beside what the caller keeps: on the ranks that get tensors one tensor, or the part of a
     parameter that has several (queries, keys and values of a layer; gate and up of one expert), and
-    16 MB for messages. A tensor is on the device of the trainer, or on the CPU, and stays valid.
+    16 MB for messages; to merge, one projection in float32; of adapters, those of one parameter. A
+    tensor is on the device of the trainer, or on the CPU, and stays valid.
 
     Args:
         source: A trainer; or a checkpoint folder, the folder of all checkpoints, or a run's folder.
         to: Ranks that get tensors; others get ``None`` in their place.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. Default: as ``export-hf``: that of
-            each tensor of the imported files; of a model from scratch, ``train.dtype``.
+            each tensor of the imported files; of a model from scratch, ``train.dtype``; of
+            adapters, float32.
         family: ``model_type`` whose names the tensors have. Default: as ``export-hf``.
         averaged: The moving average of the weights (``optimizer.ema_decay``).
+        adapters: The adapters of a run with ``lora.rank`` under the names of PEFT, instead of
+            merged weights.
+        base: Folder of the base of a checkpoint with adapters. Default: where the run found it.
 
     Yields:
         Name and tensor, in the order of the layers.
 
     Raises:
         CheckpointError: If a checkpoint is missing or damaged, or there is no moving average.
-        MegacoreError: If no family has the model's shape, or another rank has stopped early.
+        MegacoreError: If no family has the model's shape, the run has no adapters, their base is
+            missing or another one, PEFT has no form for them, or another rank has stopped early.
 
     Sync:
         Waits for the device, and for all ranks at each part of a parameter.
     """
     if to not in ("rank 0", "all"):
         raise ValueError(f'to must be "rank 0" or "all", got {to!r}')
+    asked = _Asked(dtype=dtype, family=family, averaged=averaged, adapters=adapters)
     if isinstance(source, Trainer):
-        return _stream_trainer(source, to=to, dtype=dtype, family=family, averaged=averaged)
-    return _stream_checkpoint(Path(source), dtype=dtype, family=family, averaged=averaged)
+        if base is not None:
+            raise ValueError(f"base must be None for a trainer, which holds its base, got {base}")
+        return _stream_trainer(source, asked, to_all=to == "all")
+    return _stream_checkpoint(Path(source), asked, base)
+
+
+def adapter_config(
+    source: Trainer | str | Path, *, base: str | None = None, family: str | None = None
+) -> dict[str, Any]:
+    """Return ``adapter_config.json`` of ``export-hf --adapter``, for a stream of adapters.
+
+    Args:
+        source: As for `stream_weights`; of a trainer: collective.
+        base: ``base_model_name_or_path``. Default: the folder that the run started from.
+        family: As for `stream_weights`.
+
+    Raises:
+        MegacoreError: As `stream_weights`.
+    """
+    if isinstance(source, Trainer):
+        asked = _Asked(family=family, adapters=True)
+        own = _names_of_all_ranks(source)
+        kept = on_rank_0(lambda: _kept_files(source.config), source.groups)
+        plan = _plan_adapters(source.config, own, kept, asked)
+        started = source.config.checkpoint.load_weights if source.base is None else source.base.path
+    else:
+        with StoredWeights(source, verified=False) as stored:
+            config = config_from_values(stored.config, source=str(stored.folder))
+            kept = KeptFiles.of(config.data.tokenizer, stored.folder)
+            plan = _plan_adapters(config, stored.names(), kept, _Asked(family=family))
+            started = stored.state.base["path"]
+    return plan.settings(base or origin_of(started or "", kept.original))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The tensors that a caller asks for; attributes as for `stream_weights`."""
+
+    dtype: str | None = None
+    family: str | None = None
+    averaged: bool = False
+    adapters: bool = False
 
 
 def _stream_checkpoint(
-    path: Path, *, dtype: str | None, family: str | None, averaged: bool
+    path: Path, asked: _Asked, base: str | Path | None
 ) -> Iterator[tuple[str, Tensor]]:
-    with StoredWeights(path, averaged=averaged) as stored, torch.no_grad():
+    with StoredWeights(path, averaged=asked.averaged) as stored, torch.no_grad():
         config = config_from_values(stored.config, source=str(stored.folder))
-        _refuse_adapters(config)
         kept = KeptFiles.of(config.data.tokenizer, stored.folder)
-        tensors = plan_export(config, kept, dtype=dtype, family=family).tensors
-        for spec, value in tensors.whole(lambda name, a, b, _: stored.read_part(name, a, b)):
+        if base is not None and not config.lora.is_on:
+            raise MegacoreError(
+                f"base must be None for {stored.folder}, a run without adapters, got {base}"
+            )
+        tensors: Iterator[tuple[TensorSpec, Tensor | None]]
+        if asked.adapters:
+            adapters = _plan_adapters(config, stored.names(), kept, asked)
+            tensors = adapters.tensors(
+                stored, functools.cache(lambda: open_base(stored, path=base))
+            )
+        else:
+            plan = plan_export(config, kept, dtype=asked.dtype, family=asked.family)
+            source: PartSource = stored
+            if config.lora.is_on:
+                source = open_merged(stored, path=base, dtype=plan.merged_dtype)
+            tensors = plan.tensors.whole(
+                lambda name, first, last, _: source.read_part(name, first, last)
+            )
+        for spec, value in tensors:
             assert value is not None
             yield spec.name, value
+            del value  # its memory is free before the next one is there
 
 
 def _stream_trainer(
-    trainer: Trainer, *, to: WhichRanks, dtype: str | None, family: str | None, averaged: bool
+    trainer: Trainer, asked: _Asked, *, to_all: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
-    plan = plan_of_run(trainer, dtype=dtype, family=family)
     world, device = trainer.groups.world, trainer.device
-    parts = _GatheredParts(trainer, to_all=to == "all", averaged=averaged)
-    last: Part | None = None
-
-    def read(name: str, first: int, end: int, wire: torch.dtype | None) -> Tensor | None:
-        nonlocal last
-        last = Part(name=name, first=first, last=end)
-        _check_all_go_on(world, device)
-        return parts.read(last, wire)
-
+    if asked.averaged and trainer.average is None:
+        raise CheckpointError(
+            "there is no moving average of the weights, which runs keep with optimizer.ema_decay "
+            "above 0; leave averaged out"
+        )
+    tensors = _tensors_of(trainer, asked, to_all=to_all)
     try:
         with torch.no_grad():
-            for spec, value in plan.tensors.whole(read):
+            for spec, value in tensors:
                 yield spec.name, value
+                del value  # its memory is free before the next one is there
     except GeneratorExit:
-        _count_stopped(world, device, stops=True)
+        count_stopped(world, device, stops=True)
         raise
-    _check_all_go_on(world, device)
+    check_all_go_on(world, device)
+
+
+def _tensors_of(
+    trainer: Trainer, asked: _Asked, *, to_all: bool
+) -> Iterator[tuple[TensorSpec, Tensor | None]]:
+    """Return the tensors of a trainer, which are gathered when they are asked for. Collective."""
+    config = trainer.config
+    kept = on_rank_0(lambda: _kept_files(config), trainer.groups)
+    run = GatheredParts(trainer, trainer.pieces(), to_all=to_all, averaged=asked.averaged)
+    base = GatheredParts(trainer, _base_pieces(trainer), to_all=to_all)
+    if asked.adapters:
+        adapters = _plan_adapters(config, run.names(), kept, asked)
+        return adapters.tensors(run, lambda: base)
+    plan = plan_export(config, kept, dtype=asked.dtype, family=asked.family)
+    merged = MergedParts(base, run, plan.tensors.infos, config.lora, dtype=plan.merged_dtype)
+
+    def read(name: str, first: int, last: int, wire: torch.dtype | None) -> Tensor | None:
+        if merged.is_merged(name):
+            return merged.read_part(name, first, last)
+        source = run if name in run.names() else base
+        return source.read(Part(name=name, first=first, last=last), wire)
+
+    return plan.tensors.whole(read)
 
 
 def plan_of_run(
@@ -134,18 +230,34 @@ def plan_of_run(
     Raises:
         MegacoreError: On every rank, if no family has the model's shape.
     """
-    _refuse_adapters(trainer.config)
     kept = on_rank_0(lambda: _kept_files(trainer.config), trainer.groups)
     return plan_export(trainer.config, kept, dtype=dtype, family=family)
 
 
-def _refuse_adapters(config: Config | ResolvedConfig) -> None:
-    """Refuse a run whose parameters are not those of the model."""
-    if config.lora.is_on:
+def _plan_adapters(
+    config: Config | ResolvedConfig, own: Collection[str], kept: KeptFiles, asked: _Asked
+) -> AdapterPlan:
+    """Decide the tensors of adapters; ``own`` are the names of the parameters of the run."""
+    if not config.lora.is_on:
         raise MegacoreError(
-            f"the weights of a stream are whole, but this run trains adapters (lora.rank = "
-            f"{config.lora.rank}); `megacore export-hf RUN OUT --merge` writes merged weights"
+            "the run has no adapters (lora.rank is not set); leave adapters out for whole weights"
         )
+    check_dtype(asked.dtype)
+    original = kept.original or config_to_hf(config.model, config.moe, family=asked.family)
+    kind = asked.family or original["model_type"]
+    return AdapterPlan(config, own, kind, dtype=torch_dtype(asked.dtype or "float32"))
+
+
+def _base_pieces(trainer: Trainer) -> list[ParamPiece]:
+    """List the weights of this rank that adapters are trained on."""
+    own = {piece.info.name for piece in trainer.pieces()}
+    return [piece for piece in trainer.weights() if piece.info.name not in own]
+
+
+def _names_of_all_ranks(trainer: Trainer) -> set[str]:
+    """Return the names of all parameters of a run, without those of its base. Collective."""
+    own = {piece.info.name for piece in trainer.pieces()}
+    return set().union(*all_gather_objects(own, trainer.groups.world))
 
 
 def _kept_files(config: ResolvedConfig) -> KeptFiles:
@@ -158,109 +270,24 @@ def _kept_files(config: ResolvedConfig) -> KeptFiles:
 def weights_checksum(trainer: Trainer) -> str:
     """Return a checksum of the weights, equal for equal float32 weights in any layout. Collective.
 
-    It is the sum of their bits as whole numbers, each weight weighed by its position.
+    It is the sum of their bits as whole numbers, each weight weighed by its position. Adapters
+    whose B is zero do not count, so that a run which starts from a model has its checksum.
 
     Sync:
         Waits for the device and for all ranks.
     """
-    parts = _GatheredParts(trainer, to_all=False, averaged=False)
-    total = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    parts = GatheredParts(trainer, [*_base_pieces(trainer), *trainer.pieces()])
+    # Of the weights, and of adapters.
+    totals = torch.zeros(3, dtype=torch.int64, device=trainer.device)
     for name, values, flat in parts.own_values():
         bits = values.float().view(torch.int32).to(torch.int64)
-        total += (bits * (2 * flat + 1 + 2 * zlib.crc32(name.encode()))).sum()
-    all_reduce_(total, trainer.groups.world)
-    return f"{int(host_values.read(total, 'checksum')) % (1 << 64):016x}"
-
-
-class _GatheredParts:
-    """Parts of parameters that are gathered from the ranks that hold them. Collective."""
-
-    def __init__(self, trainer: Trainer, *, to_all: bool, averaged: bool) -> None:
-        groups = trainer.groups
-        self._world, self._device, self._to_all = groups.world, trainer.device, to_all
-        if averaged and trainer.average is None:
-            raise CheckpointError(
-                "there is no moving average of the weights, which runs keep with "
-                "optimizer.ema_decay above 0; leave averaged out"
-            )
-        pieces = _weight_pieces(trainer.pieces(), averaged=averaged)
-        own = [piece for piece in pieces if not piece.info.is_shared_copy]
-        self._own = {(_param_of(chunk), chunk.offsets): chunk for chunk in chunks_of(own, groups)}
-        self._full_shapes: dict[str, tuple[int, ...]] = {}
-        # The rank, number format and size of each box, by parameter and place.
-        self._boxes: dict[str, dict[tuple[int, ...], tuple[int, torch.dtype, torch.Size]]] = {}
-        mine = [
-            (name, at, chunk.full_shape, chunk.tensor.dtype, chunk.tensor.shape)
-            for (name, at), chunk in self._own.items()
-        ]
-        for rank, boxes in enumerate(all_gather_objects(mine, self._world)):
-            for name, at, full_shape, dtype, sizes in boxes:
-                self._full_shapes[name] = full_shape
-                self._boxes.setdefault(name, {}).setdefault(at, (rank, dtype, sizes))
-
-    def read(self, part: Part, wire: torch.dtype | None) -> Tensor | None:
-        """Gather a part on rank 0, or on all ranks; returns ``None`` on others."""
-        boxes = self._boxes[part.name]
-        stored = next(iter(boxes.values()))[1]
-        wire = stored if wire is None else wire
-        gets = self._to_all or self._world.position == 0
-        shape = (part.last - part.first, *self._full_shapes[part.name][1:])
-        whole = torch.empty(shape, dtype=wire, device=self._device) if gets else None
-        for at, (owner, _, sizes) in boxes.items():
-            first, last = max(at[0], part.first), min(at[0] + sizes[0], part.last)
-            if first < last:
-                target = None
-                if whole is not None:
-                    target = _box_of(
-                        whole, (first - part.first, *at[1:]), (last - first, *sizes[1:])
-                    )
-                own = self._own.get((part.name, at))
-                source = None
-                if owner == self._world.position and own is not None:
-                    source = own.tensor[first - at[0] : last - at[0]]
-                self._move(source, target, owner, (last - first, *sizes[1:]), wire)
-        if self._to_all and whole is not None:
-            broadcast_(whole, self._world)
-        return whole
-
-    def own_values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the values that this rank gives, by box: parameter, values, and their positions.
-
-        Over all ranks, each value comes once. A position is that in the flattened parameter.
-        """
-        for (name, at), chunk in self._own.items():
-            if self._boxes[name][at][0] == self._world.position:
-                flat = torch.zeros((), dtype=torch.int64, device=self._device)
-                for size, first, count in zip(
-                    chunk.full_shape, at, chunk.tensor.shape, strict=True
-                ):
-                    index = torch.arange(first, first + count, device=self._device)
-                    flat = flat[..., None] * size + index
-                yield name, chunk.tensor.detach(), flat
-
-    def _move(
-        self,
-        source: Tensor | None,
-        target: Tensor | None,
-        owner: int,
-        sizes: tuple[int, ...],
-        wire: torch.dtype,
-    ) -> None:
-        """Copy values of the owner into the target of rank 0."""
-        if owner == 0:
-            if source is not None and target is not None:
-                target.copy_(source)
-        elif source is not None:
-            message = source.detach().to(wire).contiguous()
-            isend(message, self._world, to_position=0, tag=_TAG).wait()
-        elif self._world.position == 0:
-            assert target is not None
-            into = target
-            if not target.is_contiguous():
-                into = torch.empty(sizes, dtype=wire, device=self._device)
-            irecv(into, self._world, from_position=owner, tag=_TAG).wait()
-            if into is not target:
-                target.copy_(into)
+        total = (bits * (2 * flat + 1 + 2 * zlib.crc32(name.encode()))).sum()
+        totals[int(is_adapter(name))] += total
+        if name.endswith(".lora_b"):
+            totals[2] += values.count_nonzero()
+    all_reduce_(totals, trainer.groups.world)
+    weights, adapters, used = host_values.read(totals, "checksum")
+    return f"{(weights + (adapters if used else 0)) % (1 << 64):016x}"
 
 
 def refresh_weights(
@@ -293,9 +320,10 @@ def refresh_weights(
     """
     if of not in ("rank 0", "all"):
         raise ValueError(f'of must be "rank 0" or "all", got {of!r}')
-    kind = plan_of_run(trainer, family=family).config["model_type"]
-    assembly = TensorAssembly(kind, trainer.config.model, trainer.config.moe)
-    boxes = _boxes_by_param(trainer, trainer.pieces())
+    assembly = _assembly_of(trainer, family)
+    boxes = boxes_by_param(trainer, trainer.pieces())
+    frozen = boxes_by_param(trainer, _base_pieces(trainer))
+    differing: list[str] = []
     world, device = trainer.groups.world, trainer.device
     trainer.optimizer.finish_param_gather()
 
@@ -312,20 +340,31 @@ def refresh_weights(
                 tensor = _broadcast(tensor, tensor, world, device)
             for part, values in assembly.take(name, tensor):
                 _fill(boxes.get(part.name, ()), part, values)
+                if not _agrees(frozen.get(part.name, ()), part, values):
+                    differing.append(part.name)
                 del values
             del tensor  # its memory is free before the next one is there
         assembly.check_complete()
+        if differing:
+            raise MegacoreError(
+                f"{differing[0]} is not trained, so it must be as in the base, but the stream has "
+                "other values"
+            )
 
     with torch.no_grad():
         on_every_rank(fill, trainer.groups)
     trainer.optimizer.finish_load(trainer.optimizer.step_count)
 
 
-def _boxes_by_param(trainer: Trainer, pieces: Sequence[ParamPiece]) -> dict[str, list[Chunk]]:
-    found: dict[str, list[Chunk]] = {}
-    for chunk in chunks_of(_weight_pieces(pieces), trainer.groups):
-        found.setdefault(_param_of(chunk), []).append(chunk)
-    return found
+def _assembly_of(trainer: Trainer, family: str | None) -> TensorAssembly | AdapterAssembly:
+    """Return the assembly of the tensors that a trainer takes. Collective."""
+    config = trainer.config
+    kept = on_rank_0(lambda: _kept_files(config), trainer.groups)
+    if not config.lora.is_on:
+        kind = plan_export(config, kept, family=family).config["model_type"]
+        return TensorAssembly(kind, config.model, config.moe)
+    plan = _plan_adapters(config, _names_of_all_ranks(trainer), kept, _Asked(family=family))
+    return AdapterAssembly(plan, config.model, config.moe)
 
 
 def _fill(boxes: Iterable[Chunk], part: Part, values: Tensor) -> None:
@@ -334,8 +373,16 @@ def _fill(boxes: Iterable[Chunk], part: Part, values: Tensor) -> None:
         at, sizes = chunk.offsets, chunk.tensor.shape
         first, last = max(at[0], part.first), min(at[0] + sizes[0], part.last)
         if first < last:
-            source = _box_of(values, (first - part.first, *at[1:]), (last - first, *sizes[1:]))
+            source = box_of(values, (first - part.first, *at[1:]), (last - first, *sizes[1:]))
             chunk.tensor[first - at[0] : last - at[0]].copy_(source)
+
+
+def _agrees(boxes: Iterable[Chunk], part: Part, values: Tensor) -> bool:
+    """Check that boxes of this rank have the values of a part."""
+    copies = [replace(chunk, tensor=chunk.tensor.clone()) for chunk in boxes]
+    _fill(copies, part, values)
+    pairs = zip(boxes, copies, strict=True)
+    return all(torch.equal(ours.tensor, theirs.tensor) for ours, theirs in pairs)
 
 
 def _shown(
@@ -396,50 +443,3 @@ def _broadcast(tensor: Tensor | None, like: Tensor, world: Group, device: torch.
         values = tensor.detach().to(device).contiguous()
     broadcast_(values, world)
     return values
-
-
-def _weight_pieces(pieces: Sequence[ParamPiece], *, averaged: bool = False) -> list[ParamPiece]:
-    """Return the pieces of weights, each with one tensor: the weights, or their average."""
-    averages = {
-        (piece.info.name, piece.start): piece.tensors[AVERAGE]
-        for piece in pieces
-        if averaged and AVERAGE in piece.tensors
-    }
-    return [
-        replace(
-            piece,
-            tensors={
-                MAIN_PARAM: averages.get((piece.info.name, piece.start), piece.tensors[MAIN_PARAM])
-            },
-        )
-        for piece in pieces
-        if MAIN_PARAM in piece.tensors
-    ]
-
-
-def _param_of(chunk: Chunk) -> str:
-    return chunk.key.removeprefix(f"{MAIN_PARAM}.")
-
-
-def _box_of(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Return a view of a box."""
-    return whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-
-
-def _check_all_go_on(world: Group, device: torch.device) -> None:
-    """Check that no rank has stopped to read.
-
-    Raises:
-        MegacoreError: On every rank that goes on.
-    """
-    if count := _count_stopped(world, device, stops=False):
-        raise MegacoreError(
-            f"{count} of {world.size} ranks stopped before the last tensor of the stream; iterate "
-            "to the end on every rank, or stop on all after the same tensor"
-        )
-
-
-def _count_stopped(world: Group, device: torch.device, *, stops: bool) -> int:
-    flag = torch.full((), int(stops), dtype=torch.int32, device=device)
-    all_reduce_(flag, world)
-    return int(host_values.read(flag, "ranks that have stopped"))
