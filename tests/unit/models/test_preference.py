@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from megacore.errors import DataError
 from megacore.parallel.batch import Answers, Documents, Microbatch
 from megacore.parallel.process_groups import Group
+from megatrain.hf import import_hf
 from megatrain.models.group_loss import AnswerLogprobs, GroupLossSum, answer_logprobs
 from megatrain.models.loss import LossContext, token_losses
 from megatrain.models.mappings import Region
@@ -19,7 +21,7 @@ from megatrain.models.preference import METRICS, PreferenceLoss
 # V 5, logits(b, t, s)_v = c sin(1.3 v + .7 t + 2.1 b + .5 s): rows b two chosen, two rejected.
 ROWS = [[1, 2, 3, 4, 0], [3, 1, 2], [1, 2, 3, 2], [3, 1, 4, 0]]
 PROMPTS = [3, 2, 3, 2]
-# Losses of these rows, and of a small Llama by TRL 1.16, whose sums of log-probs are known.
+# Losses of these rows, and those that TRL 1.16 has for a small Llama (`llama_rows`).
 GOLDEN = {
     "sigmoid": (0.718057, 0.705111),
     "hinge": (1.049213, 1.023649),
@@ -43,6 +45,43 @@ def rows_of(s: int, scale: float) -> list[Tensor]:
     return found
 
 
+LLAMA_ROWS = [[3, 4, 5, 6, 7, 2], [4, 6, 9, 2], [3, 4, 5, 8, 2], [4, 6, 3, 3, 3, 2]]
+
+
+def llama_rows(folder: Path, s: float) -> list[Tensor]:
+    """Log-probs of the answer tokens of each row, of a Llama whose weights are a formula.
+
+    The i-th of its sorted parameters is 0.8 sin(j (i + 1) + s) for its j-th element; norms are 1.
+    """
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=16,
+        rms_norm_eps=1e-6,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(sorted(theirs.named_parameters())):
+            j = torch.arange(parameter.numel(), dtype=torch.float64)
+            values = torch.ones_like(j) if "norm" in name else 0.8 * torch.sin(j * (i + 1) + s)
+            parameter.copy_(values.view(parameter.shape))
+    theirs.save_pretrained(folder)
+    model, found = import_hf(folder).chunk.eval(), []
+    for number, (row, prompt) in enumerate(zip(LLAMA_ROWS, PROMPTS, strict=True)):
+        tokens = torch.tensor([row])
+        batch = Microbatch(tokens=tokens, labels=tokens, sample_ids=torch.tensor([number]), step=0)
+        with torch.no_grad():
+            logits = model.logits(None, batch)[0, :-1, :10]
+        found.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[prompt - 1 :, 0])
+    return found
+
+
 def answers_of(policy: list[Tensor], reference: list[Tensor] | list[float]) -> AnswerLogprobs:
     order = [0, 2, 1, 3]  # pair by pair
     sums = torch.stack([policy[row].sum() for row in order])
@@ -63,6 +102,16 @@ def test_losses_are_the_goldens(name: str) -> None:
     answers = answers_of(rows_of(0, 1.5), rows_of(1, 1.0))
     losses, _ = PreferenceLoss(name, beta=0.1)(answers)
     assert losses.mean().item() == pytest.approx(GOLDEN[name][0], rel=1e-5)
+
+
+def test_losses_of_a_model_are_those_of_trl(tmp_path: Path) -> None:
+    policy, reference = (llama_rows(tmp_path / f"{s}", s) for s in (0.0, 0.1))
+    expected = [-6.997179, -5.998279, -5.075141, -7.957068]
+    assert [row.sum().item() for row in policy] == pytest.approx(expected, rel=1e-5)
+    answers = answers_of(policy, reference)
+    for name, (_, expected_loss) in GOLDEN.items():
+        losses, _ = PreferenceLoss(name, beta=0.1)(answers)
+        assert losses.mean().item() == pytest.approx(expected_loss, rel=1e-5), name
 
 
 def test_simpo_needs_no_reference() -> None:
