@@ -9,7 +9,7 @@ Shapes: B batch, N query heads, G heads of keys and values, S queries, T keys, D
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,24 @@ def attention(
     ).to(q.dtype)  # fmt: skip
 
 
+class Attended(NamedTuple):
+    """Operands and results of attention, from which its backward pass computes the gradients.
+
+    Attributes:
+        q: ``(B, N, S, D)``.
+        k: ``(B, G, T, D)``.
+        v: ``(B, G, T, D)``.
+        mixed: Weighted means of values, ``(B, N, S, D)``.
+        lse: Logarithm of each query's sum, ``(B, N, S)``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixed: Tensor
+    lse: Tensor
+
+
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -77,11 +95,7 @@ def flash_on_cpu(
 
 def flash_on_cpu_backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixed: Tensor,
-    lse: Tensor,
+    done: Attended,
     *,
     mask: Tensor | None,
     is_causal: bool,
@@ -89,13 +103,13 @@ def flash_on_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values from the results of `flash_on_cpu`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = (grad, q, k, v, mixed)
-    if not _goes_to_float32(q):
+    *given, lse = grad, *done
+    if not _goes_to_float32(done.q):
         dq, dk, dv = backward(*given, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         return dq, dk, dv
     mask = mask if mask is None else mask.float()
     found = backward(*_wide(*given), lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-    dq, dk, dv = (each.to(q.dtype) for each in found)
+    dq, dk, dv = (each.to(done.q.dtype) for each in found)
     return dq, dk, dv
 
 
@@ -112,7 +126,8 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *flash_on_cpu_backward(grad, *ctx.saved_tensors, **ctx.rest), None, None
+        done = Attended(*ctx.saved_tensors)
+        return *flash_on_cpu_backward(grad, done, **ctx.rest), None, None
 
 
 def _flash(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megacore.ops.attention import attention, flash_on_cpu, flash_on_cpu_backward
+from megacore.ops.attention import Attended, attention, flash_on_cpu, flash_on_cpu_backward
 from megacore.ops.kernel_choice import MEASURED, leaving
 
 BATCH, SEQ, WIDTH = 2, 70, 24
@@ -73,7 +73,7 @@ def test_passes_of_tiles_are_those_of_the_whole() -> None:
     options = {"mask": None, "is_causal": True, "scale": None}
     with leaving((), "cpu"):
         mixed, lse = flash_on_cpu(q, k, v, **options)  # type: ignore[arg-type]
-        found = flash_on_cpu_backward(grad, q, k, v, mixed, lse, **options)  # type: ignore[arg-type]
+        found = flash_on_cpu_backward(grad, Attended(q, k, v, mixed, lse), **options)  # type: ignore[arg-type]
     assert lse.dtype == torch.float32
     expected = passes((q, k, v, grad), torch.bfloat16, (), is_causal=True)
     for one, other in zip((mixed, *found), expected, strict=True):

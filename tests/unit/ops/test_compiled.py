@@ -254,7 +254,12 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("grouped_product", {2: torch.ones(3)}, r"m_splits must be \(3,\) int64, got \(3,\)"),
         ("grouped_product", {2: torch.tensor([9, 0, 0])}, r"must lie in \[0, 7\]"),
         ("grouped_product", {4: torch.ones(7, 5)}, r"out must be \(7, 4\), got \(7, 5\)"),
-        ("grouped_product", {4: torch.ones(7, 4).half()}, "out must be float32 or"),
+        (
+            "grouped_product",
+            {4: torch.ones(7, 4).half()},
+            r"out must be float32 or, unless it is added to, of the dtype of a, and contiguous; "
+            r"got \(7, 4\)",
+        ),
         ("grouped_product", {5: torch.tensor(8)}, r"first_row must be in \[0, 7\], got 8"),
         ("grouped_product", {5: torch.tensor([1, 2])}, r"must be an int64 scalar, got \(2,\)"),
     ],

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megacore.ops.activations import softcap
-from megacore.ops.attention import flash_on_cpu, flash_on_cpu_backward
+from megacore.ops.attention import Attended, flash_on_cpu, flash_on_cpu_backward
 from megacore.ops.dense import wide_dtype
 
 # Scores that `_Blocks` has at once: 64 MiB in float32.
@@ -210,8 +210,8 @@ class _Attention(torch.autograd.Function):
             rows = slice(*tile.queries)
             grad, mixed = (x[rows].permute(1, 2, 0, 3) for x in (grad_SBNE, mixed_SBNE))
             lse = lse_SBN[rows].permute(1, 2, 0)
-            tensors = tile_views(tile, q_SBND, k_TBGD, v_TBGE)
-            grads = ctx.kernel.backward(grad, *tensors, mixed, lse, tile)
+            done = Attended(*tile_views(tile, q_SBND, k_TBGD, v_TBGE), mixed, lse)
+            grads = ctx.kernel.backward(grad, done, tile)
             for total, added, where in zip(
                 (dq, dk, dv), grads, (tile.queries, tile.keys, tile.keys), strict=True
             ):
@@ -280,14 +280,7 @@ class _Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mixed: Tensor,
-        lse: Tensor,
-        tile: Tile,
+        self, grad: Tensor, done: Attended, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -316,20 +309,13 @@ class _CpuFlash:
         )
         return mixed[..., : v.shape[-1]], lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mixed: Tensor,
-        lse: Tensor,
-        tile: Tile,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_w, q_w, k_w, v_w, mixed_w = map(self._wide, (grad, q, k, v, mixed))
+    def backward(self, grad: Tensor, done: Attended, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, lse = done
+        wide = Attended._make([*map(self._wide, tensors), lse])
         options: Any = {"mask": tile.mask, "is_causal": tile.causal, "scale": self._scale}
-        dq, dk, dv = flash_on_cpu_backward(grad_w, q_w, k_w, v_w, mixed_w, lse, **options)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        grads = flash_on_cpu_backward(self._wide(grad), wide, **options)
+        dq, dk, dv = (g[..., : x.shape[-1]] for g, x in zip(grads, tensors[:3], strict=True))
+        return dq, dk, dv
 
 
 class _Blocks:
@@ -348,16 +334,8 @@ class _Blocks:
             mixed[:, :, rows] = _products(weights.to(v.dtype), v[:, :, keys])
         return mixed, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mixed: Tensor,
-        lse: Tensor,
-        tile: Tile,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, done: Attended, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, mixed, lse = done
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         delta = (grad * mixed).sum(-1, dtype=lse.dtype, keepdim=True)
