@@ -9,6 +9,8 @@ from typing_extensions import Buffer
 
 __version__: str
 
+def vector_bits() -> int: ...
+
 # ---- parallel ------------------------------------------------------------------------------------
 
 class RankGenerator:

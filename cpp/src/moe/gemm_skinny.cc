@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "megacore/base/vector_clones.h"
+
 namespace megacore::moe {
 namespace {
 
@@ -194,11 +196,13 @@ MC_SKINNY_KERNELS(Avx512, Float16, [[gnu::target("avx512f")]])
 
 const SkinnyKernels& skinny_kernels() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) {
-    return kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return kAvx2;
+  switch (base::vector_bits()) {
+    case 512:
+      return kAvx512;
+    case 256:
+      return kAvx2;
+    default:
+      break;
   }
 #endif
   return kBaseline;

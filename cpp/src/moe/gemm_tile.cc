@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "megacore/base/vector_clones.h"
+
 namespace megacore::moe {
 namespace {
 
@@ -92,11 +94,13 @@ constexpr TileKernels kAvx512 = tile_of_16_table(std::make_integer_sequence<int,
 
 const TileKernels& tile_kernels() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) {
-    return kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return kAvx2;
+  switch (base::vector_bits()) {
+    case 512:
+      return kAvx512;
+    case 256:
+      return kAvx2;
+    default:
+      break;
   }
 #endif
   return kBaseline;

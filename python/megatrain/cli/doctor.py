@@ -127,6 +127,7 @@ def _installation() -> dict[str, str]:
     except ImportError as error:
         return {**facts, "native core": f"does not load: {error}"}
     facts |= {"version": _core.__version__, "native core": "built"}
+    facts["kernels for CPUs"] = f"for vectors of {_core.vector_bits()} bits"
     if has_cuda_kernels():
         facts["CUDA kernels"] = "built for " + ", ".join(cuda_kernels().compiled_archs())
         facts["grouped products"] = _grouped_products(
@@ -244,6 +245,8 @@ def _print(facts: dict[str, dict[str, str]]) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for wraps in (True, False, True):  # names stay whole
+        table.add_column(no_wrap=not wraps)
     for section, rows in facts.items():
         for number, (name, value) in enumerate(rows.items()):
             table.add_row(f"[bold]{section}[/]" if number == 0 else "", name, value)
