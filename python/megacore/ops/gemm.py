@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.ops import gemm_cpu
+from megacore.ops import gemm_cpu, gemm_torch
 from megacore.ops.gemm_cuda import PRODUCTS, choose_backend
 from megacore.ops.grouped_product import grouped_product, product_on_cpu, product_on_cuda
+from megacore.ops.kernel_choice import Product
 from megacore.ops.register import define_gradient, define_op, describe
 
 
@@ -160,7 +161,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = product_into(ctx.grad_out, "input_grad", grad, w, m_splits, *hints)
     if ctx.needs_input_grad[1]:
         add = ctx.main_grad is not None
-        if not add and not w.is_cuda and gemm_cpu.torch_has_loop(x, w):
+        if not add and not w.is_cuda and _has_torch_loop(x, w):
             grad_w = torch._grouped_mm(grad.t(), x, offs=m_splits.cumsum(0, dtype=torch.int32))
         elif not add:
             grad_w = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -212,17 +213,23 @@ def product_into(
         rows,
         w,
         m_splits,
-        out=out() if out is not None and _writes_anywhere(rows, w) else None,
+        out=out() if out is not None and _writes_anywhere(product, rows, w) else None,
         clear_padding=clear_padding,
         expected_rows=expected_rows,
     )
 
 
-def _writes_anywhere(rows: Tensor, w: Tensor) -> bool:
-    """Return whether the kernel of a product, forward or for the gradient, is our own."""
+def _has_torch_loop(x: Tensor, w: Tensor) -> bool:
+    """Return whether torch computes the weight gradients of all experts on the CPU in one call."""
+    has_loop = gemm_torch.has_grouped_mm(x, *w.shape)
+    return has_loop and not gemm_cpu.goes_to_float32("forward", x, w)
+
+
+def _writes_anywhere(product: Product, rows: Tensor, w: Tensor) -> bool:
+    """Return whether the kernel of a product is our own."""
     if rows.is_cuda:
         return choose_backend(rows, *w.shape) == "native"
-    return rows.dtype == torch.float32 or gemm_cpu.goes_to_float32(rows, w)
+    return rows.dtype == torch.float32 or gemm_cpu.goes_to_float32(product, rows, w)
 
 
 def _forward(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops import gemm_torch
-from megacore.ops.kernel_choice import is_left, linear_names
+from megacore.ops.kernel_choice import Product, is_left, linear_name
 
 
 def groups_of(m_splits: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
@@ -90,11 +90,11 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 # every group size. Products of two bfloat16 use torch where the CPU has instructions for them,
 # unless ours were measured to be faster; elsewhere torch takes 5 to 80 times as long as in float32.
 # A weight gradient in float32 is a float32 product in all cases.
-def goes_to_float32(rows: Tensor, w: Tensor) -> bool:
+def goes_to_float32(product: Product, rows: Tensor, w: Tensor) -> bool:
     """Return whether a product of 16-bit factors is faster with our kernel, in float32, on the CPU.
 
-    A call of torch for one expert takes about 20 us, widening a weight 0.3 ns per element, and an
-    operation in float32 0.01 ns more.
+    ``w`` is the weight, or for a weight gradient the result. A call of torch for one expert takes
+    about 20 us, widening a weight 0.3 ns per element, and an operation in float32 0.01 ns more.
     """
     if rows.dtype.itemsize != 2:
         return False
@@ -102,7 +102,8 @@ def goes_to_float32(rows: Tensor, w: Tensor) -> bool:
     size = out_features * in_features * (30 * num_experts + rows.shape[0])
     if size < 2_000_000 * num_experts or not _has_fast_products(rows.dtype):
         return True
-    return not is_left(linear_names(str(rows.dtype).removeprefix("torch."))[1], "cpu")
+    dtype = str(rows.dtype).removeprefix("torch.")
+    return not is_left(linear_name(dtype, "medium", product), "cpu")
 
 
 @functools.cache
@@ -115,11 +116,6 @@ def _has_fast_products(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def torch_has_loop(rows: Tensor, w: Tensor) -> bool:
-    """Return whether torch computes the products of all experts on the CPU in one call."""
-    return not goes_to_float32(rows, w) and gemm_torch.has_grouped_mm(rows, *w.shape)
-
-
 def rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding: bool) -> Tensor:
     """Multiply each expert's rows by its matrix ``(E, K, N)`` with ``torch.mm`` for each.
 
@@ -127,7 +123,7 @@ def rows_product(rows: Tensor, weights: Tensor, m_splits: Tensor, clear_padding:
     are those of a loop in Python, to the bit.
     """
     groups = groups_of(m_splits, rows.shape[0])
-    if torch_has_loop(rows, weights):
+    if gemm_torch.has_grouped_mm(rows, *weights.shape):
         ends = m_splits.cumsum(0, dtype=torch.int32)
         product = torch._grouped_mm(rows.contiguous(), weights, offs=ends)
     else:

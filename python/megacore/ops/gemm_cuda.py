@@ -17,10 +17,8 @@ from megacore.ops.cuda_module import (
     kernel_obstacle,
 )
 from megacore.ops.gemm_torch import has_grouped_mm
-from megacore.ops.kernel_choice import is_left
+from megacore.ops.kernel_choice import Product, is_left
 from megacore.ops.register import compiled
-
-Product = Literal["forward", "input_grad", "weight_grad"]
 
 # Values of the enumerators in cuda/include/megacore/cuda/grouped_gemm.h and of the operation.
 PRODUCTS: dict[Product, int] = {"forward": 0, "input_grad": 1, "weight_grad": 2}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megacore.ops import gemm_cpu, gemm_torch
-from megacore.ops.gemm_cuda import PRODUCTS, Product, choose_backend, launch_grouped
-from megacore.ops.kernel_choice import is_left
+from megacore.ops.gemm_cuda import PRODUCTS, choose_backend, launch_grouped
+from megacore.ops.kernel_choice import Product, is_left
 from megacore.ops.register import compiled, define_op
 
 _FORWARD, _WEIGHT_GRAD = PRODUCTS["forward"], PRODUCTS["weight_grad"]
@@ -99,9 +99,10 @@ def product_on_cpu(
         is_ours = False
     elif product == _WEIGHT_GRAD:
         assert out is not None
-        is_ours = out.dtype == torch.float32 or gemm_cpu.goes_to_float32(a, out)
+        is_ours = out.dtype == torch.float32 or gemm_cpu.goes_to_float32("forward", a, out)
     else:
-        is_ours = a.dtype == torch.float32 == b.dtype or gemm_cpu.goes_to_float32(a, b)
+        is_ours = a.dtype == torch.float32 == b.dtype
+        is_ours = is_ours or gemm_cpu.goes_to_float32(_NAMES[product], a, b)
     if is_ours and is_ours_to_write:
         options = out, first_row, mask, accumulate, clear_padding, expected_rows
         return _kernel(a, b, m_splits, product, *options)  # type: ignore[no-any-return]

@@ -7,32 +7,40 @@ measurements. All threads read one choice, also those of autograd, so it is not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Literal, get_args
 
 NARROW_DTYPES = ("bfloat16", "float16")
-# Products of linear layers on CPUs, and their least multiply-adds. Below the smallest number, a
-# call from Python takes longer than the faster product saves.
-_MACS = {"small": 1 << 20, "medium": 1 << 23, "large": 1 << 27}
+# The products of a linear layer, each with a choice of its own.
+Product = Literal["forward", "input_grad", "weight_grad"]
+PRODUCT_NAMES: tuple[Product, ...] = get_args(Product)
+# Sizes of products on CPUs, and their least multiply-adds. Below the smallest number, a call from
+# Python takes longer than the faster product saves.
+Size = Literal["small", "medium", "large"]
+_MACS: Mapping[Size, int] = MappingProxyType(
+    {"small": 1 << 20, "medium": 1 << 23, "large": 1 << 27}
+)
+SIZES = tuple(_MACS)
 
 
-def linear_names(dtype: str) -> tuple[str, ...]:
-    """Return the names of the products of linear layers of a dtype; those of float32 are short.
+def linear_name(dtype: str, size: Size, product: Product) -> str:
+    """Return the name of products of linear layers on CPUs.
 
     Example:
-        >>> linear_names("float32"), linear_names("float16")[0]
-        (('linear.small', 'linear.medium', 'linear.large'), 'linear.small.float16')
+        >>> linear_name("float32", "large", "weight_grad")
+        'linear.float32.large.weight_grad'
     """
-    suffix = "" if dtype == "float32" else f".{dtype}"
-    return tuple(f"linear.{size}{suffix}" for size in _MACS)
+    return f"linear.{dtype}.{size}.{product}"
 
 
 LINEAR_MACS = MappingProxyType(
     {
-        name: least
+        linear_name(dtype, size, product): least
         for dtype in ("float32", *NARROW_DTYPES)
-        for name, least in zip(linear_names(dtype), _MACS.values(), strict=True)
+        for size, least in _MACS.items()
+        for product in PRODUCT_NAMES
     }
 )
 # Operations on CPUs that are ours only where they were measured to be faster.
@@ -44,10 +52,9 @@ def measured_for(dtype: str) -> tuple[str, ...]:
 
     Example:
         >>> measured_for("float16")[-2:]
-        ('linear.large.float16', 'attention.float16')
+        ('linear.float16.large.weight_grad', 'attention.float16')
     """
-    narrow = tuple(name for name in MEASURED if name.endswith(f".{dtype}"))
-    return linear_names("float32") + narrow
+    return tuple(name for name in MEASURED if name.split(".")[1] in ("float32", dtype))
 
 
 _LEFT: dict[str, frozenset[str]] = {"cpu": frozenset(MEASURED), "cuda": frozenset()}

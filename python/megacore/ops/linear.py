@@ -5,7 +5,7 @@ With AVX-512, products of float32 by ours take half of its time on Zen 5 and abo
 Zen 4, whose units are half as wide (``benchmarks/results/moe_cpu.txt``). On processors without
 instructions for 16-bit numbers, torch's products of these take 4 to 80 times as long as those of
 float32; ours take as long as those. `megacore.qualification` measures both, for all ranks of a run,
-by size and dtype; before that, torch's are taken.
+by size, dtype and pass; before that, torch's are taken.
 
 Products of 16-bit weights add their gradient to ``main_grad`` of the parameter in float32, see
 `added_grad_of`: autograd would round it to 16 bits in each microbatch and move it once more.
@@ -24,15 +24,25 @@ from torch.autograd.function import once_differentiable
 
 from megacore.ops import gemm
 from megacore.ops.grouped_product import grouped_product
-from megacore.ops.kernel_choice import LINEAR_MACS, NARROW_DTYPES, is_left, linear_names
+from megacore.ops.kernel_choice import (
+    LINEAR_MACS,
+    NARROW_DTYPES,
+    PRODUCT_NAMES,
+    SIZES,
+    Product,
+    is_left,
+    linear_name,
+)
 from megacore.ops.register import define_op
 
-# Least multiply-adds and names, the largest first.
+# Least multiply-adds and names by dtype and product, the largest first.
 _SIZES = {
-    getattr(torch, dtype): sorted(
-        ((LINEAR_MACS[name], name) for name in linear_names(dtype)), reverse=True
-    )
+    (getattr(torch, dtype), product): [
+        (LINEAR_MACS[name], name)
+        for name in (linear_name(dtype, size, product) for size in reversed(SIZES))
+    ]
     for dtype in ("float32", *NARROW_DTYPES)
+    for product in PRODUCT_NAMES
 }
 
 
@@ -47,20 +57,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Sync:
         None.
 
-    Ours has no second derivative, nor has one that adds to ``main_grad``.
+    A layer with a pass of ours has no second derivative, nor has one that adds to ``main_grad``.
     """
     main_grad = added_grad_of(weight)
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
-    if main_grad is not None and torch.is_grad_enabled() and not is_observed():
-        added: Tensor = _AddsToMainGrad.apply(x, weight, bias, main_grad)  # type: ignore[no-untyped-call]
-        return added
-    if is_observed() or not _is_ours(x, weight):
+    if is_observed():
         return nn.functional.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    y = gemm.grouped_gemm(rows, weight[None], _one_group(rows))
-    y = y.view(*x.shape[:-1], len(weight))
-    return y if bias is None else y + bias
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, bias)
+    if main_grad is None and not any(_is_ours(each, x, weight) for each in PRODUCT_NAMES):
+        return nn.functional.linear(x, weight, bias)
+    y: Tensor = _Linear.apply(x, weight, bias, main_grad)  # type: ignore[no-untyped-call]
+    return y
 
 
 def added_grad_of(weight: Tensor) -> Tensor | None:
@@ -105,41 +114,50 @@ def add_weight_grad_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
     _add_weight_grad_(main_grad, grad, x)
 
 
-class _AddsToMainGrad(torch.autograd.Function):
-    """A linear layer whose backward pass adds the gradient of the weight to a buffer."""
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not _is_ours("forward", x, weight):
+        return nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    y = grouped_product("forward", rows, weight[None], _one_group(rows))
+    y = y.view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer with a choice for each pass, which may add the gradient of the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Not saved by autograd: other backward passes write to it in the meantime.
         ctx.main_grad = main_grad
-        rows = x.reshape(-1, x.shape[-1])
-        if not _is_ours(rows, weight):
-            return nn.functional.linear(x, weight, bias)
-        y = grouped_product("forward", rows, weight[None], _one_group(rows))
-        y = y.view(*x.shape[:-1], len(weight))
-        return y if bias is None else y + bias
+        return _forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
+        rows, grad_x, grad_weight, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None, None
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
             grad_x = multiply_input_grad(rows, weight).view(x.shape)
         if ctx.needs_input_grad[1]:
-            add_weight_grad_(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]))
+            inputs = x.reshape(-1, x.shape[-1])
+            if ctx.main_grad is None:
+                grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                multiply_weight_grad_(grad_weight, rows, inputs)
+            else:
+                add_weight_grad_(ctx.main_grad, rows, inputs)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return grad_x, None, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Set ``out`` to ``x @ weight.T``, ``(M, N)``, all of one dtype; not differentiable."""
-    if _is_ours(x, weight):
+    if _is_ours("forward", x, weight):
         grouped_product("forward", x, weight[None], _one_group(x), out=out)
     else:
         torch.mm(x, weight.t(), out=out)
@@ -147,29 +165,30 @@ def multiply_(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def multiply_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     """Return ``grad @ weight``, ``(M, K)``; not differentiable."""
-    if _is_ours(grad, weight):
+    if _is_ours("input_grad", grad, weight):
         return grouped_product("input_grad", grad, weight[None], _one_group(grad))
     return grad @ weight
 
 
 def multiply_weight_grad_(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Set ``out`` to ``grad.T @ x``, ``(N, K)``; not differentiable."""
-    if _is_ours(grad, out):
+    # Weight gradients were measured in float32; one of 16 bits is like any product.
+    if _is_ours("weight_grad" if out.dtype == torch.float32 else "forward", grad, out):
         grouped_product("weight_grad", grad, x, _one_group(x), out=out[None])
     else:
         torch.mm(grad.t(), x, out=out)
 
 
-def _is_ours(rows: Tensor, weight: Tensor) -> bool:
+def _is_ours(product: Product, rows: Tensor, weight: Tensor) -> bool:
     fits = rows.dtype == weight.dtype and weight.is_contiguous()
-    return fits and _is_faster(rows, weight.numel())
+    return fits and _is_faster(product, rows, weight.numel())
 
 
-def _is_faster(rows: Tensor, num_weights: int) -> bool:
+def _is_faster(product: Product, rows: Tensor, num_weights: int) -> bool:
     """Return whether our products of rows with a weight of a size are used on this processor."""
     num_macs = rows.shape[:-1].numel() * num_weights
     if rows.is_cpu:
-        for least, name in _SIZES.get(rows.dtype, ()):
+        for least, name in _SIZES.get((rows.dtype, product), ()):
             if num_macs >= least:
                 return not is_left(name, "cpu")
     return False
@@ -199,13 +218,16 @@ def _add_on_cpu_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
     if is_left("add_weight_grad_", "cpu"):
         _add_reference_(main_grad, grad, x)
         return
-    for rows, inputs in ((grad, x), (grad.float(), x.float())):
-        if main_grad.is_contiguous() and _is_faster(rows, main_grad.numel()):
-            options: dict[str, Any] = {"out": main_grad[None], "accumulate": True}
-            grouped_product("weight_grad", rows, inputs, _one_group(x), **options)
-            return
-    # torch multiplies 16-bit floats more slowly than float32 on most CPUs, and rounds the result.
-    main_grad.addmm_(grad.float().t(), x.float())
+    is_ours = main_grad.is_contiguous() and _is_faster("weight_grad", grad, main_grad.numel())
+    if not is_ours:
+        # torch multiplies 16-bit floats more slowly than float32 on most CPUs, and rounds results.
+        grad, x = grad.float(), x.float()
+        is_ours = main_grad.is_contiguous() and _is_faster("weight_grad", grad, main_grad.numel())
+    if is_ours:
+        out, one = main_grad[None], _one_group(x)
+        grouped_product("weight_grad", grad, x, one, out=out, accumulate=True)
+    else:
+        main_grad.addmm_(grad.t(), x)
 
 
 def _add_on_cuda_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:

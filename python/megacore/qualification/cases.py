@@ -32,7 +32,12 @@ from megacore.ops import (  # noqa: F401  registers
 from megacore.ops.attention import attention
 from megacore.ops.fp8 import fp8_grouped_gemm
 from megacore.ops.kernel_choice import LINEAR_MACS, MEASURED
-from megacore.ops.linear import multiply_, multiply_input_grad, multiply_weight_grad_
+from megacore.ops.linear import (
+    add_weight_grad_,
+    multiply_,
+    multiply_input_grad,
+    multiply_weight_grad_,
+)
 from megacore.ops.quantize import block_buffers
 
 Call = tuple[Callable[..., Any], list[Any]]
@@ -438,30 +443,25 @@ _ATTENTION_SHAPE = (1, 4, 256, 64)
 
 def measured_calls(name: str) -> Iterator[Call]:
     """Yield calls of an operation of `MEASURED`, of a typical size of their own."""
-    kind, *_, last = name.split(".")
-    dtype = getattr(torch, last, torch.float32)
+    kind, dtype, *rest = name.split(".")
     random = torch.Generator().manual_seed(1)
-    if kind == "attention":
-        yield (
-            _attention_passes,
-            [torch.randn(*_ATTENTION_SHAPE, generator=random).to(dtype) for _ in range(4)],
-        )
-    else:
-        side = linear_side(name)
-        yield (
-            _linear_passes,
-            [torch.randn(side, side, generator=random).to(dtype) for _ in range(3)],
-        )
+    run: Callable[..., Any] = _attention_passes
+    shape: tuple[int, ...] = _ATTENTION_SHAPE
+    count = 4
+    if kind == "linear":
+        run, shape, count = _LINEAR[rest[-1]], (linear_side(name),) * 2, 2
+    drawn = (torch.randn(*shape, generator=random) for _ in range(count))
+    yield run, [each.to(getattr(torch, dtype)) for each in drawn]
 
 
 def linear_side(name: str) -> int:
     """Return the rows and features of the products that are measured for a name of linear layers.
 
-    They have eight times the least multiply-adds of the name in float32, and in 16 bits, for which
+    They have four times the least multiply-adds of the name in float32, and in 16 bits, for which
     some processors need a hundred times as long, once. They are multiples of 16, as in models.
     """
-    is_narrow = name.count(".") > 1
-    side: float = (LINEAR_MACS[name] * (1 if is_narrow else 8)) ** (1 / 3)
+    is_wide = name.split(".")[1] == "float32"
+    side: float = (LINEAR_MACS[name] * (4 if is_wide else 1)) ** (1 / 3)
     return 16 * math.ceil(side / 16 - 1e-6)
 
 
@@ -472,11 +472,29 @@ def _attention_passes(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Ten
         return [mixed.detach(), *torch.autograd.grad(mixed, leaves, grad)]
 
 
-def _linear_passes(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y, grad_w = torch.empty_like(grad), torch.empty_like(w)
+def _linear_forward(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.empty_like(x)
     multiply_(y, x, w)
-    multiply_weight_grad_(grad_w, grad, x)
-    return y, multiply_input_grad(grad, w), grad_w
+    return y
+
+
+def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    grad_w = torch.empty_like(x, dtype=torch.float32)
+    if x.dtype == torch.float32:
+        multiply_weight_grad_(grad_w, grad, x)
+    else:
+        add_weight_grad_(grad_w.zero_(), grad, x)
+    return grad_w
+
+
+# By the last word of a name, of square matrices.
+_LINEAR: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {
+        "forward": _linear_forward,
+        "input_grad": multiply_input_grad,
+        "weight_grad": _linear_weight_grad,
+    }
+)
 
 
 # By the name of the operation. Those of experts are last: `calls_of` leaves them out without.

@@ -12,7 +12,7 @@ import torch
 
 from megacore import host_values
 from megacore.ops.cuda_module import is_assumed, runs_kernels
-from megacore.ops.kernel_choice import MEASURED, NARROW_DTYPES, leave_to_torch
+from megacore.ops.kernel_choice import MEASURED, NARROW_DTYPES, PRODUCT_NAMES, leave_to_torch
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.process_groups import Group
 from megacore.qualification.cases import Sizes, operation_names
@@ -71,7 +71,7 @@ class KernelChoice:
             text += f", {len(left)} by torch ({shown}{more})"
         if self.device[0] == "cpu":
             ours = [name for name in MEASURED if name not in self.causes]
-            text += f"; by ours where they are faster: {', '.join(ours) or 'none'}"
+            text += f"; by ours where they are faster: {_brief(ours) or 'none'}"
         return text
 
     def notes(self) -> tuple[str, ...]:
@@ -107,8 +107,8 @@ def choose_kernels(
         kernels: ``"auto"`` as above, ``"trust"`` for our kernels without a trial, or ``"torch"``
             for none of ours.
         torch_operations: Names of operations that torch computes in any case, of
-            `operation_names`; ``"linear"`` for products of linear layers of all sizes and dtypes,
-            ``"attention"`` for attention of all dtypes.
+            `operation_names`, or their first words: ``"linear"`` for all products of linear
+            layers, ``"linear.float32.large"``, ``"attention"``.
         sizes: Sizes of the run, to time the operations of GPUs; ``None`` for none.
         dtype: dtype of activations.
         world: All ranks of the run; ``None`` for one.
@@ -128,7 +128,7 @@ def choose_kernels(
         raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}, got {kernels!r}")
     kind = device.type if device.type in ("cpu", "cuda") else "cpu"
     check_names(torch_operations)
-    asked = [n for n in operation_names(kind) if {n, n.split(".")[0]} & set(torch_operations)]
+    asked = [n for n in operation_names(kind) if {n, *_starts(n)} & set(torch_operations)]
     causes: dict[str, Cause] = {}
     reasons: dict[str, str] = {}
     is_here = device.type == "cpu" or (device.type == "cuda" and not is_assumed())
@@ -165,11 +165,32 @@ def check_names(names: Collection[str]) -> None:
         ValueError: If a name is unknown.
     """
     own = operation_names("cpu") + operation_names("cuda")
-    known = (*dict.fromkeys(own), "linear", "attention")
+    known = tuple(dict.fromkeys([*own, *(start for name in own for start in _starts(name))]))
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
             raise ValueError(f"{name!r} is no operation with a kernel{hint}")
+
+
+def _starts(name: str) -> list[str]:
+    """Return the first words of a name: of ``"a.b.c"``, ``"a"`` and ``"a.b"``."""
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words))]
+
+
+def _brief(names: Collection[str]) -> str:
+    """Join names of `MEASURED`; products of one size are one, with their words if not all."""
+    words: dict[str, list[str]] = {}
+    for name in names:
+        start, _, last = name.rpartition(".")
+        if last in PRODUCT_NAMES:
+            words.setdefault(start, []).append(last)
+        else:
+            words[name] = [*PRODUCT_NAMES]
+    return ", ".join(
+        start if len(found) == len(PRODUCT_NAMES) else f"{start} ({', '.join(found)})"
+        for start, found in words.items()
+    )
 
 
 def keep_choice(
@@ -197,9 +218,12 @@ last bits',)
     """
     if not saved:
         return now, ()
-    before: dict[str, Cause] = dict(saved["causes"])
+    known = operation_names(now.device[0])
+    before: dict[str, Cause] = {n: cause for n, cause in saved["causes"].items() if n in known}
     kept: dict[str, Cause] = dict(now.causes)
-    if tuple(saved["device"]) == now.device and now.mode == "auto":
+    # The names of another version say nothing about those of now.
+    is_comparable = len(before) == len(saved["causes"])
+    if tuple(saved["device"]) == now.device and now.mode == "auto" and is_comparable:
         slower = [name for name, cause in before.items() if cause == "slower"]
         kept = {name: cause for name, cause in kept.items() if cause != "slower"}
         kept |= {name: "slower" for name in slower if name not in kept}

@@ -28,7 +28,13 @@ import torch
 from megacore import _ops
 from megacore.calls.records import make_private
 from megacore.ops.cuda_module import cuda_kernels, device_facts
-from megacore.ops.kernel_choice import MEASURED, linear_names, measured_for
+from megacore.ops.kernel_choice import (
+    MEASURED,
+    PRODUCT_NAMES,
+    SIZES,
+    linear_name,
+    measured_for,
+)
 from megacore.qualification.cases import Sizes, linear_side, operation_names
 from megacore.qualification.child import Request
 from megacore.qualification.compare import FASTER, SLOWER
@@ -55,9 +61,11 @@ class Verdict:
         """Return the operations, with their reason, that torch computes in less time.
 
         Example:
-            >>> times = {"gelu": (3.0, 2.0), "swiglu": (2.1, 2.0), "linear.small": (2.0, 2.0)}
-            >>> Verdict(faults={}, times=times, label="7 x 8").slower()
-            {'gelu': '1.5x slower at 7 x 8', 'linear.small': '1.0x the time of torch'}
+            >>> name = "linear.float32.small.forward"
+            >>> times = {"gelu": (3.0, 2.0), "swiglu": (2.1, 2.0), name: (2.0, 2.0)}
+            >>> found = Verdict(faults={}, times=times, label="7 x 8").slower()
+            >>> found["gelu"], found[name]
+            ('1.5x slower at 7 x 8', '1.0x the time of torch')
         """
         found = {}
         for name, (ours, other) in self.times.items():
@@ -73,24 +81,26 @@ class Verdict:
     def narrow_factor(self, dtype: str, left: Collection[str] = ()) -> float:
         """Return the time of products of linear layers in a 16-bit dtype over that in float32.
 
-        Of the two ways, the faster one counts, but torch for the names in ``left``, and of the
-        sizes the one with the highest factor; small products are left out. 0 if not measured.
+        The passes of a layer count together, each by the faster of the two ways, but by torch for
+        the names in ``left``, and of the sizes the one with the highest factor; small products are
+        left out. 0 if not measured.
 
         Example:
-            >>> times = {"linear.large": (1.0, 2.0), "linear.large.bfloat16": (0.25, 3.0)}
+            >>> passes = "forward", "input_grad", "weight_grad"
+            >>> times = {f"linear.float32.large.{name}": (1.0, 2.0) for name in passes}
+            >>> times |= {f"linear.bfloat16.large.{name}": (0.25, 3.0) for name in passes}
             >>> verdict = Verdict(faults={}, times=times)
             >>> verdict.narrow_factor("bfloat16"), verdict.narrow_factor("bfloat16", times.keys())
-            (2.0, 24.0)
+            (1.0, 12.1)
         """
         factors = [0.0]
-        for wide, narrow in list(zip(linear_names("float32"), linear_names(dtype), strict=True))[
-            1:
-        ]:
-            if {wide, narrow} <= self.times.keys():
-                ours, other = self.times[narrow]
-                seconds = other if narrow in left else min(ours, other)
-                work = (linear_side(wide) / linear_side(narrow)) ** 3
-                factors.append(seconds * work / min(self.times[wide]))
+        for size in SIZES[1:]:
+            wide = [linear_name("float32", size, product) for product in PRODUCT_NAMES]
+            narrow = [linear_name(dtype, size, product) for product in PRODUCT_NAMES]
+            if {*wide, *narrow} <= self.times.keys():
+                seconds = sum(self.times[n][1] if n in left else min(self.times[n]) for n in narrow)
+                work = (linear_side(wide[0]) / linear_side(narrow[0])) ** 3
+                factors.append(seconds * work / sum(min(self.times[name]) for name in wide))
         return round(max(factors), 1)
 
 
@@ -131,16 +141,13 @@ def find_verdict(
             return found
         known = {"faults": {}, "times": {}} if again else _read(place.path)
         faults: dict[str, str] = known.get("faults", {})
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        is_cuda = device.type == "cuda"
-        timed = operation_names("cuda") if is_cuda else measured_for(name_of_dtype)
         request = Request(
             device=str(device),
             threads=torch.get_num_threads(),
-            dtype=name_of_dtype,
-            sizes=sizes if is_cuda else None,
+            dtype=str(dtype).removeprefix("torch."),
+            sizes=sizes if device.type == "cuda" else None,
             compared=() if known and not again else operation_names(device.type),
-            timed=tuple(name for name in timed if place.key and name not in faults),
+            timed=tuple(name for name in place.timed if name not in faults),
             left=tuple(faults),
             imports=tuple(imports),
         )
@@ -160,12 +167,17 @@ def known_verdict(
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Place of a verdict: a file, and the key of the times in it; no key without times."""
+    """Place of a verdict: a file, and the key of the times in it; no key without times.
+
+    Attributes:
+        timed: Names of the operations that have times.
+    """
 
     facts: Mapping[str, Any]
     path: Path
     key: str
     label: str
+    timed: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -180,11 +192,13 @@ class _Place:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         path = (folder or _default_folder()) / f"{digest}.json"
         if device.type == "cpu":
-            return cls(facts=facts, path=path, key=str(dtype), label="")
+            timed = measured_for(str(dtype).removeprefix("torch."))
+            return cls(facts=facts, path=path, key=str(dtype), label="", timed=timed)
         if sizes is None:
             return cls(facts=facts, path=path, key="", label="")
         key = json.dumps([str(dtype), asdict(sizes)])
-        return cls(facts=facts, path=path, key=key, label=sizes.text())
+        timed = operation_names("cuda")
+        return cls(facts=facts, path=path, key=key, label=sizes.text(), timed=timed)
 
     def read(self) -> Verdict | None:
         """Return the verdict, if the file has all of it."""
@@ -192,6 +206,8 @@ class _Place:
         if not known or (self.key and self.key not in known["times"]):
             return None
         times = {name: (a, b) for name, (a, b) in known["times"].get(self.key, {}).items()}
+        if not {*self.timed} <= times.keys() | known["faults"].keys():
+            return None  # of another version
         return Verdict(faults=known["faults"], times=times, label=self.label)
 
 

@@ -13,7 +13,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.library import opcheck
 
 from megacore.ops import linear as module
-from megacore.ops.kernel_choice import LINEAR_MACS, leaving, linear_names
+from megacore.ops.grouped_product import grouped_product
+from megacore.ops.kernel_choice import (
+    LINEAR_MACS,
+    PRODUCT_NAMES,
+    SIZES,
+    Product,
+    Size,
+    leaving,
+    linear_name,
+)
 from megacore.ops.linear import linear, multiply_, multiply_input_grad, multiply_weight_grad_
 from megacore.ops.split_backward import backward_input
 
@@ -122,19 +131,55 @@ def test_rows_do_not_depend_on_the_other_rows_of_our_product() -> None:
     assert torch.equal(linear(x, weight)[:100], linear(x[:100], weight))
 
 
-@pytest.mark.parametrize("size", [128, 256, 640])
-def test_each_size_of_products_has_its_choice(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(module, "grouped_product", lambda *_, **__: calls.append(size))
-    (name,) = (n for n in linear_names("float32") if 1 <= size**3 / LINEAR_MACS[n] < 16)
-    out, x, weight = torch.empty(size, size), random(size, size), random(size, size)
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products that our kernel has computed so far."""
+    calls: list[str] = []
+
+    def noted(product: Product, *args: object, **kwargs: object) -> Tensor:
+        calls.append(product)
+        return grouped_product(product, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "grouped_product", noted)
+    return calls
+
+
+@pytest.mark.parametrize("product", PRODUCT_NAMES)
+@pytest.mark.parametrize(("side", "size"), [*zip([128, 256, 640], SIZES, strict=True)])
+def test_each_size_and_pass_has_its_choice(
+    side: int, size: Size, product: Product, products: list[str]
+) -> None:
+    name = linear_name("float32", size, product)
+    x, weight = random(side, side), random(side, side)
+    expected = gradients(nn.functional.linear, x, weight, None)
     with leaving({name}, "cpu"):
-        multiply_(out, x, weight)
-    assert torch.equal(out, x @ weight.t())
-    assert not calls
+        found = gradients(linear, x, weight, None)
+    assert {*products} == {*PRODUCT_NAMES} - {product}
+    assert torch.equal(found[PRODUCT_NAMES.index(product)], expected[PRODUCT_NAMES.index(product)])
+    products.clear()
     with leaving({*LINEAR_MACS} - {name}, "cpu"):
-        multiply_(out, x, weight)
-    assert calls
+        again = gradients(linear, x, weight, None)
+    assert products == [product]
+    for each, one, other in zip(PRODUCT_NAMES, again, expected, strict=True):
+        assert each == product or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("left", [*PRODUCT_NAMES, None])
+def test_passes_by_different_products_split_and_recompute_to_the_bit(left: Product | None) -> None:
+    names = [name for name in LINEAR_MACS if name.endswith(f".{left}")]
+    x, weight = random(64, 160).requires_grad_(), nn.Parameter(random(256, 160))
+    with leaving(names, "cpu"):
+        y, grad_x, grad_weight = gradients(linear, x, weight, None)
+        halves = linear(x, weight)
+        found, later = backward_input(get_gradient_edge(halves), random(64, 256), x)
+        later.run()
+        with torch.no_grad():
+            recomputed = linear(x, weight)
+    assert torch.equal(y, recomputed)
+    assert found is not None
+    assert torch.equal(found, grad_x)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, grad_weight)
 
 
 @pytest.mark.usefixtures("ours")

@@ -41,9 +41,25 @@ def test_operations_are_left_out_by_name() -> None:
         choose_kernels(CPU, kernels="off")  # type: ignore[arg-type]
 
 
-def test_attention_of_all_dtypes_is_left_out_by_one_name() -> None:
-    choice = choose_kernels(CPU, kernels="trust", torch_operations=["attention"])
-    assert choice.causes.keys() == {*MEASURED} - {*LINEAR_MACS}
+STARTS = "attention", "linear", "linear.bfloat16", "linear.float32.large"
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_operations_are_left_out_by_the_first_words_of_their_names(start: str) -> None:
+    choice = choose_kernels(CPU, kernels="trust", torch_operations=[start])
+    assert choice.causes.keys() == {name for name in MEASURED if name.startswith(f"{start}.")}
+    assert choice.causes
+
+
+def test_products_of_one_size_are_described_as_one() -> None:
+    kept = "linear.float32.small", "linear.float32.large.input_grad", "linear.bfloat16.large"
+    causes = {name: "slower" for name in MEASURED if not name.startswith(kept)}
+    del causes["attention.float16"]
+    found = KernelChoice(device=("cpu", ""), causes=causes, reasons=causes)  # type: ignore[arg-type]
+    assert found.text().partition("; ")[2] == (
+        "by ours where they are faster: linear.float32.small, linear.float32.large (input_grad), "
+        "linear.bfloat16.large, attention.float16"
+    )
 
 
 def choice(mode: Any = "auto", device: str = "Zen 5", **causes: Any) -> KernelChoice:
@@ -62,6 +78,13 @@ def choice(mode: Any = "auto", device: str = "Zen 5", **causes: Any) -> KernelCh
         (choice(gelu="asked"), choice(gelu="slower"), {"gelu": "asked"}, []),
         (choice(), choice(gelu="fault"), {}, ["gelu is computed by our kernel"]),
         (choice("trust"), choice(gelu="slower"), {}, ["gelu is computed by our kernel"]),
+        # Measurements of a version with other names do not count.
+        (
+            choice(gelu="slower"),
+            choice(gleu="slower"),
+            {"gelu": "slower"},
+            ["gelu is computed by torch"],
+        ),
         # Another device is measured anew.
         (
             choice(device="Xeon", gelu="slower"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -14,8 +15,12 @@ import torch
 from megacore.ops.kernel_choice import (
     LINEAR_MACS,
     MEASURED,
+    NARROW_DTYPES,
+    PRODUCT_NAMES,
+    SIZES,
     leave_to_torch,
     left_operations,
+    linear_name,
     measured_for,
 )
 from megacore.qualification import (
@@ -79,7 +84,7 @@ def test_faults_are_found_named_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert choice.causes == {
         "add_rms_norm": "fault",
         "swiglu_backward": "fault",
-        "linear.large": "slower",
+        **{linear_name("float32", "large", product): "slower" for product in PRODUCT_NAMES},
         **{name: choice.causes[name] for name in choice.causes if name in MEASURED},
     }
     assert choice.reasons["add_rms_norm"].startswith("differs at 33 x 96")
@@ -124,15 +129,20 @@ def test_a_dtype_adds_its_products_and_those_of_others_are_left_to_torch(tmp_pat
 
 
 def test_measured_products_are_of_the_size_of_their_name() -> None:
-    names = [name for name in MEASURED if name.startswith("linear")]
-    for name in names:
-        assert LINEAR_MACS[name] <= linear_side(name) ** 3 <= 16 * LINEAR_MACS[name]
+    for dtype in ("float32", *NARROW_DTYPES):
+        for size, larger in itertools.pairwise([*SIZES, None]):
+            assert size is not None
+            name = linear_name(dtype, size, "forward")
+            assert LINEAR_MACS[name] <= linear_side(name) ** 3 <= 8 * LINEAR_MACS[name]
+            if larger is not None:
+                assert linear_side(name) ** 3 < LINEAR_MACS[linear_name(dtype, larger, "forward")]
 
 
 def test_slow_products_in_16_bits_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {"linear.large": (9.0, 8.0), "linear.large.bfloat16": (2.0, 80.0)}
+    times = {linear_name("float32", "large", product): (9.0, 8.0) for product in PRODUCT_NAMES}
+    times |= {linear_name("bfloat16", "large", each): (2.0, 160.0) for each in PRODUCT_NAMES}
     found = Verdict(faults={}, times=times)
     monkeypatch.setattr(choice_module, "find_verdict", lambda *_, **__: found)
     monkeypatch.setattr(choice_module, "known_verdict", lambda *_, **__: found)
@@ -140,7 +150,7 @@ def test_slow_products_in_16_bits_are_noted(
     assert choose_kernels(CPU, **given).notes() == (), "ours takes twice the time of float32"
     slow = choose_kernels(CPU, **given, torch_operations=["linear"])
     assert slow.notes() == (
-        "products of linear layers in bfloat16 take 80x the time of float32 on this processor; "
+        "products of linear layers in bfloat16 take 81x the time of float32 on this processor; "
         'train.dtype = "float32" is faster',
     )
     assert choose_kernels(CPU, folder=tmp_path).notes() == ()
@@ -198,11 +208,12 @@ def test_an_operation_without_memory_for_its_trial_is_not_timed(
 
 def test_an_operation_is_slower_by_more_than_noise() -> None:
     times = {"gelu": (1.05, 1.0), "swiglu": (1.3, 1.0), "route": (0.0, 0.0)}
-    linear = {"linear.small": (0.97, 1.0), "linear.large": (0.5, 1.0)}
+    small, large = (linear_name("float32", size, "forward") for size in ("small", "large"))
+    linear = {small: (0.97, 1.0), large: (0.5, 1.0)}
     found = Verdict(faults={}, times=times | linear, label="64 x 32").slower()
     assert found == {
         "swiglu": "1.3x slower at 64 x 32",
-        "linear.small": "1.0x the time of torch",
+        small: "1.0x the time of torch",
     }
 
 

@@ -17,8 +17,8 @@ from megacore.moe.echo.clones import FC1, FC2, LayerClones, set_of_turn
 from megacore.moe.echo.device_plan import DevicePlan
 from megacore.moe.echo.memory import CloneMemory, bytes_of_expert
 from megacore.moe.echo.slots import CloneRoutes, SlotBuffers
-from megacore.ops.gemm_cuda import Product
 from megacore.ops.grouped_product import grouped_product
+from megacore.ops.kernel_choice import Product
 
 
 class MemoryClones(LayerClones):
