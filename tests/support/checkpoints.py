@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -66,7 +68,9 @@ def make_pieces(
             local = shard(full_values(info, kind), info, tp_position=tp[0], tp_size=tp[1])
             values = local.flatten()[start:end].clone()
             tensors[kind] = values if filled else torch.full_like(values, math.nan)
-        pieces.append(ParamPiece(info=info, start=start, end=end, tensors=tensors))
+        holders = Group.solo() if distributed else None
+        piece = ParamPiece(info=info, start=start, end=end, tensors=tensors, holders=holders)
+        pieces.append(piece)
     return pieces
 
 
@@ -90,13 +94,21 @@ class ThreadWorld:
         self.size = tp * dp
         self._barrier = threading.Barrier(self.size, timeout=20)
         self._slots: list[Any] = [None] * self.size
-        monkeypatch.setattr("megatrain.checkpoint.agreement.all_gather_objects", self._all_gather)
+        for name in ("gather_objects", "broadcast_object"):
+            monkeypatch.setattr(f"megatrain.checkpoint.agreement.{name}", getattr(self, f"_{name}"))
 
     def run(self, fn: Callable[[ProcessGroups], T]) -> list[T]:
         """Call ``fn`` on every rank; return the results, or raise the first error."""
         with ThreadPoolExecutor(self.size) as pool:
             futures = [pool.submit(fn, self._groups(rank)) for rank in range(self.size)]
         return [future.result() for future in futures]
+
+    def _gather_objects(self, obj: Any, group: Group) -> list[Any]:
+        found = self._all_gather(obj, group)
+        return found if group.position == 0 else []
+
+    def _broadcast_object(self, obj: Any, group: Group) -> Any:
+        return self._all_gather(obj, group)[0]
 
     def _all_gather(self, obj: Any, group: Group) -> list[Any]:
         self._slots[group.position] = obj
@@ -115,7 +127,14 @@ class ThreadWorld:
         sizes = {"world_size": self.size, "tp": self.tp, "dp": self.dp, "expert_dp": self.dp}
         topology: Any = SimpleNamespace(**sizes, cp=1, pp=1, ep=1, etp=self.tp, order="tp-dp")
         return replace(
-            ProcessGroups.single(), topology=topology, rank=rank, world=world, tp=tp, etp=tp, dp=dp
+            ProcessGroups.single(),
+            topology=topology,
+            rank=rank,
+            world=world,
+            tp=tp,
+            etp=tp,
+            dp=dp,
+            holders=dp,
         )
 
 
@@ -139,6 +158,29 @@ def save_small(directory: Path, step: int = 3, **options: Any) -> Path:
     return save_checkpoint(
         directory, small_pieces(), state=state, config=CONFIG, groups=GROUPS, **options
     )
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change ``index.json`` and correct its checksum, as if it had been written like that."""
+    data = json.loads((folder / "index.json").read_text())
+    del data["crc32"]
+    change(data)
+    data["crc32"] = zlib.crc32((json.dumps(data, indent=1) + "\n").encode())
+    (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def replace_file(folder: Path, name: str, raw: bytes) -> None:
+    """Replace a file, with a correct checksum."""
+    (folder / name).write_bytes(raw)
+    entry = {"num_bytes": len(raw), "crc32": zlib.crc32(raw)}
+    edit_index(folder, lambda data: data["files"].update({name: entry}))
+
+
+def make_older(folder: Path) -> Path:
+    """Turn a checkpoint into one of before ``tensors.idx``; returns its folder."""
+    (folder / "tensors.idx").unlink()
+    edit_index(folder, lambda data: data["files"].pop("tensors.idx"))
+    return folder
 
 
 def names_in(directory: Path) -> list[str]:

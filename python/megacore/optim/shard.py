@@ -18,7 +18,7 @@ from megacore.optim.param_group import ParamGroup, ParamSettings, settings_of
 from megacore.optim.update_piece import UpdatePiece
 from megacore.optim.update_rule import UpdateRule
 from megacore.parallel.param_info import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
+from megacore.parallel.process_groups import Group, ProcessGroups
 
 # Kind of the fp32 parameters in the state of every rule.
 MAIN_PARAM = "main_param"
@@ -37,12 +37,15 @@ class ParamPiece:
             and the state of its rule, as ``"exp_avg"`` and ``"exp_avg_sq"`` of AdamW (fp32 or
             bfloat16); fewer values where one is for a block of the last dimension. Read these to
             save; fill them in place to load.
+        holders: Data-parallel ranks that have this same range; ``None`` for all that have the
+            parameter, :attr:`ProcessGroups.holders` or ``expert_holders``.
     """
 
     info: ParamInfo
     start: int
     end: int
     tensors: Mapping[str, Tensor]
+    holders: Group | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,7 @@ class OptimizerShard:
                 start=piece.param_start,
                 end=piece.param_end,
                 tensors=run.state_of(piece),
+                holders=self.buffer.across if self.buffer.distributed else None,
             )
             for run in self._runs
             for piece in run.pieces

@@ -208,6 +208,16 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
     return objects
 
 
+def broadcast_object(obj: Any, group: Group) -> Any:
+    """Return the picklable object of position 0 on every member."""
+    if group.handle is None or group.is_fake:
+        return obj
+    objects = [obj if group.position == 0 else None]
+    with recorded("broadcast_object", None, group):
+        dist.broadcast_object_list(objects, src=group.ranks[0], group=group.handle)
+    return objects[0]
+
+
 def isend(tensor: Tensor, group: Group, *, to_position: int, tag: int) -> Message:
     """Start to send a tensor to another member; do not change it before ``wait()`` on the result.
 

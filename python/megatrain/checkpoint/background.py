@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.process_groups import ProcessGroups
 from megatrain.checkpoint.agreement import PATIENCE
+from megatrain.checkpoint.chunks import Chunk, ChunkId
 from megatrain.checkpoint.planner import HeldChunks
 
 
@@ -50,24 +49,24 @@ class Staging:
     """Host staging buffers of one rank's part of a checkpoint, reused by every save."""
 
     def __init__(self) -> None:
-        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._buffers: dict[ChunkId, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, held: HeldChunks, mine: Sequence[WriteItem]) -> HeldChunks:
+    def copy(self, held: HeldChunks, mine: Sequence[Chunk]) -> HeldChunks:
         """Copy the chunks that this rank writes.
 
         Sync:
             Waits for the device.
         """
         device = torch.device("cpu")
-        for item in mine:
-            values = held.values(item)
+        for chunk in mine:
+            values = held.values(chunk.id)
             device = values.device
-            if item.index not in self._buffers:
-                self._buffers[item.index] = torch.empty(
+            if chunk.id not in self._buffers:
+                self._buffers[chunk.id] = torch.empty(
                     values.shape, dtype=values.dtype, pin_memory=values.is_cuda
                 )
-            self._buffers[item.index].copy_(values, non_blocking=True)
+            self._buffers[chunk.id].copy_(values, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return held.over(self._buffers)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,47 @@ MAIN_PARAM = "main_param"
 MAX_CHUNK_NUMEL = 1 << 22
 
 
+ChunkId = tuple[str, tuple[int, ...]]
+
+
+class Copies(NamedTuple):
+    """Ranks with the same box: a product of data-parallel and tensor-parallel ranks.
+
+    Ranks with a box in common have all boxes of equal ``expert``, ``data`` and ``tensor`` in
+    common, so each of them can tell which of these another one writes.
+
+    Attributes:
+        expert: Whether the ranks are those of the expert view.
+        data: Number of data-parallel ranks.
+        tensor: Number of tensor-parallel ranks.
+        position: Position of this rank among them.
+    """
+
+    expert: bool = False
+    data: int = 1
+    tensor: int = 1
+    position: int = 0
+
+    @classmethod
+    def of(cls, piece: ParamPiece, groups: ProcessGroups) -> Copies:
+        """Return the ranks with a piece.
+
+        Example:
+            >>> from megacore.parallel import ParamInfo
+            >>> info = ParamInfo(name="norm", full_shape=(4,), tp_dim=None)
+            >>> piece = ParamPiece(info=info, start=0, end=4, tensors={})
+            >>> Copies.of(piece, ProcessGroups.single())
+            Copies(expert=False, data=1, tensor=1, position=0)
+        """
+        info = piece.info
+        data = piece.holders or (groups.expert_holders if info.expert else groups.holders)
+        tensor = groups.etp if info.expert else groups.tp
+        if info.tp_dim is not None:
+            return cls(info.expert, data.size, 1, data.position)
+        position = data.position * tensor.size + tensor.position
+        return cls(info.expert, data.size, tensor.size, position)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """Box of a logical tensor, with its values on this rank.
@@ -33,12 +75,19 @@ class Chunk:
         full_shape: Shape of the logical tensor.
         offsets: First index of the box in each dimension.
         tensor: The values, in the shape of the box: read to save, filled in place to load.
+        copies: Ranks with this box.
     """
 
     key: str
     full_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
+    copies: Copies
+
+    @property
+    def id(self) -> ChunkId:
+        """Name of the tensor and first index of the box."""
+        return self.key, self.offsets
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -73,6 +122,7 @@ def _chunks_of_tensor(
     piece: ParamPiece, kind: str, values: Tensor, groups: ProcessGroups, *, max_numel: int
 ) -> Iterator[Chunk]:
     """Divide one tensor of a piece, which has a value for each element or block of the columns."""
+    copies = Copies.of(piece, groups)
     info, elements = piece.info, (piece.end - piece.start) // max(1, values.numel()) or 1
     where = ShardPosition.of(info, groups)
     corner = _in_blocks(where.offsets(info), elements)
@@ -86,6 +136,7 @@ def _chunks_of_tensor(
             full_shape=_in_blocks(info.full_shape, elements),
             offsets=tuple(map(sum, zip(corner, offsets, strict=True))),
             tensor=values[start:end].view(sizes),
+            copies=copies,
         )
         start = end
 

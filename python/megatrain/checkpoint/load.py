@@ -9,28 +9,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.optim.weight_average import AVERAGE
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.checkpoint.agreement import gather_results, on_every_rank
+from megatrain.checkpoint.agreement import gather_results, on_every_rank, on_rank_0
 from megatrain.checkpoint.archives import archive_of, bytes_of
 from megatrain.checkpoint.checked_files import ADVICE, CheckedReader
 from megatrain.checkpoint.chunks import MAIN_PARAM, Chunk, chunks_of, tensor_key
 from megatrain.checkpoint.find import resolve_checkpoint, verify_files
-from megatrain.checkpoint.format import CheckpointIndex, TrainState, check_files, read_index
-from megatrain.checkpoint.metadata import read_metadata
-from megatrain.checkpoint.planner import box_of
+from megatrain.checkpoint.format import (
+    METADATA_NAME,
+    TENSORS_NAME,
+    CheckpointIndex,
+    TrainState,
+    check_files,
+    read_index,
+)
+from megatrain.checkpoint.metadata import index_of_metadata, read_metadata
+from megatrain.checkpoint.tensor_checks import check_index
+from megatrain.checkpoint.tensor_file import read_tensor_index
+from megatrain.checkpoint.tensor_index import Box, Numbers, StoredTensor, TensorIndex
 
 
 def load_checkpoint(
@@ -68,14 +71,46 @@ def load_checkpoint(
         index = on_every_rank(lambda: read_index(folder), groups)
     else:
         index = verify_files(folder, groups)
-    metadata = on_every_rank(lambda: read_metadata(folder, index), groups)
-    fit = _Fit(folder, index, metadata, config or {})
-    names = gather_results(lambda: fit.check(pieces), groups)
-    fit.check_left_over(set().union(*names))
+    tensors = on_every_rank(lambda: open_tensors(folder, index, mapped=True), groups)
+    # The other ranks have the same file, by its checksum.
+    on_rank_0(lambda: check_tensors(folder, tensors, index), groups)
+    fit = _Fit(folder, index, tensors, config or {})
+    used = gather_results(lambda: fit.check(pieces), groups)
+    on_rank_0(lambda: fit.check_left_over(used), groups)
     # No limit on box sizes here: memory is bounded by the stored chunks.
     chunks = chunks_of(pieces, groups, max_numel=1 << 62)
-    on_every_rank(lambda: _fill_from_folder(folder, metadata, chunks), groups)
+    on_every_rank(lambda: _fill_from_folder(folder, tensors, chunks), groups)
     return index.state
+
+
+def open_tensors(folder: Path, index: CheckpointIndex, *, mapped: bool = False) -> TensorIndex:
+    """Open the index of a checkpoint's tensors; that of an older one is built from ``.metadata``.
+
+    Args:
+        folder: The checkpoint folder.
+        index: Its ``index.json``.
+        mapped: Share its memory with other processes of the host; the folder must stay meanwhile.
+
+    Raises:
+        CheckpointError: If it is missing, damaged or malformed; see `check_tensors`.
+    """
+    if TENSORS_NAME in index.files:
+        path = folder / TENSORS_NAME
+        return read_tensor_index(path, index.files[TENSORS_NAME], mapped=mapped)
+    return index_of_metadata(read_metadata(folder, index))
+
+
+def check_tensors(folder: Path, tensors: TensorIndex, index: CheckpointIndex) -> None:
+    """Check that the index of the tensors describes what the files contain.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    name = TENSORS_NAME if TENSORS_NAME in index.files else METADATA_NAME
+    try:
+        check_index(tensors, index.files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / name} is refused: {error}") from error
 
 
 class StoredWeights:
@@ -106,18 +141,18 @@ class StoredWeights:
             check_files(self.folder, index)
         self.config = index.config
         self.state = index.state
-        self._metadata = read_metadata(self.folder, index)
-        self._stored = _stored_tensors(self._metadata, MAIN_PARAM)
-        averages = _stored_tensors(self._metadata, AVERAGE) if averaged else {}
+        tensors = open_tensors(self.folder, index)
+        check_tensors(self.folder, tensors, index)
+        self._stored = _stored_tensors(tensors, MAIN_PARAM)
+        averages = _stored_tensors(tensors, AVERAGE) if averaged else {}
         if averaged and not averages:
             raise CheckpointError(
                 f"checkpoint {self.folder} has no moving average of the weights, which runs keep "
                 "with optimizer.ema_decay above 0; leave --ema out"
             )
         self._stored |= averages
-        self._averaged = averages.keys()
         self._reader = CheckedReader(self.folder, {} if verified else index.files)
-        self._rows: dict[str, tuple[list[int], list[ChunkStorageMetadata]] | None] = {}
+        self._rows: dict[str, tuple[list[int], list[Box]] | None] = {}
 
     def __enter__(self) -> StoredWeights:
         return self
@@ -135,9 +170,7 @@ class StoredWeights:
         Raises:
             CheckpointError: If the checkpoint lacks it.
         """
-        dtype = self._find(name).properties.dtype
-        assert isinstance(dtype, torch.dtype)  # checked by `read_metadata`
-        return dtype
+        return self._find(name).dtype
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read whole parameters by name, in the stored dtype.
@@ -153,7 +186,7 @@ class StoredWeights:
         Raises:
             CheckpointError: If the checkpoint lacks the parameter or cannot be read.
         """
-        size = tuple(self._find(name).size)
+        size = self._find(name).shape
         return self._read(name, (0,) * len(size), size)
 
     def read_part(self, name: str, first: int, last: int) -> Tensor:
@@ -162,18 +195,13 @@ class StoredWeights:
         Raises:
             CheckpointError: As `read_param`.
         """
-        size = tuple(self._find(name).size)
+        size = self._find(name).shape
         return self._read(name, (first, *(0 for _ in size[1:])), (last - first, *size[1:]))
 
     def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        chunk = Chunk(
-            key=self._key(name),
-            full_shape=tuple(self._find(name).size),
-            offsets=offsets,
-            tensor=torch.empty(sizes, dtype=self.dtype(name)),
-        )
-        _fill(self._reader, self._metadata, [chunk])
-        return chunk.tensor
+        values = torch.empty(sizes, dtype=self.dtype(name))
+        _fill(self._reader, self._find(name), offsets, values)
+        return values
 
     def has_ranges(self, name: str) -> bool:
         """Check whether each stored box is a range of the flattened parameter.
@@ -201,11 +229,9 @@ class StoredWeights:
         while done < into.numel():
             number = bisect_right(starts, start + done) - 1
             box, skipped = chunks[number], start + done - starts[number]
-            count = min(into.numel() - done, math.prod(box.sizes) - skipped)
-            key = self._key(name)
-            _read_box(
-                self._reader, self._metadata, key, box, into[done : done + count], skipped=skipped
-            )
+            count = min(into.numel() - done, box.numel - skipped)
+            part = into[done : done + count]
+            _read_box(self._reader, self._find(name).key, box, part, skipped=skipped)
             done += count
 
     def verify(self) -> None:
@@ -216,16 +242,12 @@ class StoredWeights:
         """
         self._reader.verify()
 
-    def _boxes_in_order(self, name: str) -> tuple[list[int], list[ChunkStorageMetadata]] | None:
+    def _boxes_in_order(self, name: str) -> tuple[list[int], list[Box]] | None:
         if name not in self._rows:
-            stored = self._find(name)
-            self._rows[name] = _ranges(stored)
+            self._rows[name] = _ranges(self._find(name))
         return self._rows[name]
 
-    def _key(self, name: str) -> str:
-        return tensor_key(AVERAGE if name in self._averaged else MAIN_PARAM, name)
-
-    def _find(self, name: str) -> TensorStorageMetadata:
+    def _find(self, name: str) -> StoredTensor:
         if name not in self._stored:
             raise CheckpointError(
                 f"checkpoint {self.folder} has no parameter {name}, which its own "
@@ -234,21 +256,17 @@ class StoredWeights:
         return self._stored[name]
 
 
-def _ranges(stored: TensorStorageMetadata) -> tuple[list[int], list[ChunkStorageMetadata]] | None:
+def _ranges(stored: StoredTensor) -> tuple[list[int], list[Box]] | None:
     """Return the boxes of a tensor with their first elements if all are ranges of elements."""
-    size = tuple(stored.size)
+    size = stored.shape
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     placed = []
-    for box in stored.chunks:
+    for box in stored.boxes():
         split = next((dim for dim, count in enumerate(box.sizes) if count != 1), len(size))
-        if any(
-            count != whole
-            for count, whole in zip(box.sizes[split + 1 :], size[split + 1 :], strict=True)
-        ):
+        if box.sizes[split + 1 :] != size[split + 1 :]:
             return None
-        placed.append(
-            (sum(at * stride for at, stride in zip(box.offsets, strides, strict=True)), box)
-        )
+        first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+        placed.append((first, box))
     placed.sort(key=lambda item: item[0])
     return [start for start, _ in placed], [box for _, box in placed]
 
@@ -276,117 +294,119 @@ class _Fit:
         self,
         folder: Path,
         index: CheckpointIndex,
-        metadata: Metadata,
+        tensors: TensorIndex,
         config: Mapping[str, Any],
     ) -> None:
         self._folder = folder
-        self._metadata = metadata
-        self._params = _stored_tensors(metadata, MAIN_PARAM)
+        self._tensors = tensors
         self._differences = _differences(index.config, config)
 
-    def check(self, pieces: Sequence[ParamPiece]) -> set[str]:
-        """Check that every piece can be filled, and return the names of the parameters."""
+    def check(self, pieces: Sequence[ParamPiece]) -> Numbers:
+        """Check that every piece can be filled, and return the numbers of the parameters."""
+        used = set()
         for piece in pieces:
             info = piece.info
-            stored = self._params.get(info.name)
-            if stored is None:
+            number = self._tensors.number_of(tensor_key(MAIN_PARAM, info.name))
+            if number is None:
                 raise CheckpointError(
                     f"checkpoint {self._folder} has no parameter {info.name}{self._differences}"
                 )
-            if tuple(stored.size) != info.full_shape:
+            used.add(number)
+            shape = StoredTensor(self._tensors, number).shape
+            if shape != info.full_shape:
                 raise CheckpointError(
-                    f"parameter {info.name} has shape {list(stored.size)} in checkpoint "
+                    f"parameter {info.name} has shape {list(shape)} in checkpoint "
                     f"{self._folder}, but {list(info.full_shape)} in this model{self._differences}"
                 )
             for kind in piece.tensors:
-                if tensor_key(kind, info.name) not in self._metadata.state_dict_metadata:
+                if self._tensors.number_of(tensor_key(kind, info.name)) is None:
                     raise CheckpointError(
                         f"checkpoint {self._folder} has no {kind} of parameter {info.name}, which "
                         "is needed to continue training; to start anew from its weights, set "
                         "checkpoint.load_weights instead of checkpoint.resume"
                     )
-        return {piece.info.name for piece in pieces}
+        return np.array(sorted(used), np.int64)
 
-    def check_left_over(self, used: set[str]) -> None:
-        """Check that every parameter of the checkpoint is used."""
-        left_over = sorted(set(self._params) - used)
-        if left_over:
+    def check_left_over(self, used: Sequence[Numbers]) -> None:
+        """Check that every parameter of the checkpoint is used by some rank."""
+        first, end = self._tensors.range_of(tensor_key(MAIN_PARAM, ""))
+        left_over = np.setdiff1d(np.arange(first, end), np.concatenate(used))
+        if len(left_over):
+            prefix = tensor_key(MAIN_PARAM, "")
             raise CheckpointError(
                 f"checkpoint {self._folder} has parameters this model does not use, such as "
-                f"{left_over[0]} ({len(left_over)} in all){self._differences}"
+                f"{self._tensors.key(int(left_over[0])).removeprefix(prefix)} "
+                f"({len(left_over)} in all){self._differences}"
             )
 
 
-def _stored_tensors(metadata: Metadata, kind: str) -> dict[str, TensorStorageMetadata]:
+def _stored_tensors(tensors: TensorIndex, kind: str) -> dict[str, StoredTensor]:
     """Select the logical tensors of one kind, by parameter name."""
     prefix = tensor_key(kind, "")
-    return {
-        key.removeprefix(prefix): stored
-        for key, stored in metadata.state_dict_metadata.items()
-        if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
-    }
+    numbers = range(*tensors.range_of(prefix))
+    stored = [StoredTensor(tensors, number) for number in numbers]
+    return {tensor.key.removeprefix(prefix): tensor for tensor in stored}
 
 
-def _fill_from_folder(folder: Path, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
+def _fill_from_folder(folder: Path, tensors: TensorIndex, chunks: Sequence[Chunk]) -> None:
     with CheckedReader(folder, {}) as reader:  # verified before
-        _fill(reader, metadata, chunks)
+        for chunk in chunks:
+            stored = tensors.find(chunk.key)
+            assert stored is not None  # checked by `_Fit`
+            _fill(reader, stored, chunk.offsets, chunk.tensor.detach())
 
 
 @torch.no_grad()
-def _fill(reader: CheckedReader, metadata: Metadata, chunks: Sequence[Chunk]) -> None:
-    """Fill the chunks from the stored boxes that they overlap, without communication.
-
-    Every key is in the checkpoint, with the same shape.
-    """
-    for chunk in chunks:
-        stored = metadata.state_dict_metadata[chunk.key]
-        assert isinstance(stored, TensorStorageMetadata)  # checked by `read_metadata`
-        boxes = {box.offsets: box for box in stored.chunks}
-        for item in create_read_items_for_chunk_list(chunk.key, stored, [box_of(chunk)]):
-            box = boxes[torch.Size(item.storage_index.offset or ())]
-            target = _narrowed(chunk.tensor.detach(), item.dest_offsets, item.lengths)
-            is_whole = tuple(item.lengths) == tuple(box.sizes)
-            direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
-            if direct and target.dtype == stored.properties.dtype:
-                _read_box(reader, metadata, chunk.key, box, target.view(-1))
-                continue
-            values = torch.empty(box.sizes, dtype=stored.properties.dtype)
-            _read_box(reader, metadata, chunk.key, box, values.view(-1))
-            target.copy_(_narrowed(values, item.storage_offsets, item.lengths))
-
-
-def _narrowed(values: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return a view of a box of a tensor."""
-    return values[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
-
-
-def _read_box(
-    reader: CheckedReader,
-    metadata: Metadata,
-    key: str,
-    box: ChunkStorageMetadata,
-    into: Tensor,
-    *,
-    skipped: int = 0,
+def _fill(
+    reader: CheckedReader, stored: StoredTensor, offsets: Sequence[int], values: Tensor
 ) -> None:
+    """Fill a box of a tensor from the stored boxes that it overlaps, without communication."""
+    for box in stored.overlapping(offsets, values.shape):
+        first = [max(pair) for pair in zip(offsets, box.offsets, strict=True)]
+        ends = (
+            [at + count for at, count in zip(where, sizes, strict=True)]
+            for where, sizes in ((offsets, values.shape), (box.offsets, box.sizes))
+        )
+        last = [min(pair) for pair in zip(*ends, strict=True)]
+        target = _between(values, offsets, first, last)
+        is_whole = tuple(target.shape) == box.sizes
+        direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+        if direct and target.dtype == stored.dtype:
+            _read_box(reader, stored.key, box, target.view(-1))
+            continue
+        whole = torch.empty(box.sizes, dtype=stored.dtype)
+        _read_box(reader, stored.key, box, whole.view(-1))
+        target.copy_(_between(whole, box.offsets, first, last))
+
+
+def _between(
+    values: Tensor, offsets: Sequence[int], first: Sequence[int], last: Sequence[int]
+) -> Tensor:
+    """Return the elements of a box of a tensor from index ``first`` to before ``last``."""
+    return values[
+        tuple(slice(a - at, b - at) for at, a, b in zip(offsets, first, last, strict=True))
+    ]
+
+
+def _read_box(reader: CheckedReader, key: str, box: Box, into: Tensor, *, skipped: int = 0) -> None:
     """Read elements of a stored box, from element ``skipped`` on, in the stored dtype.
 
     Raises:
         CheckpointError: If they cannot be read.
     """
-    stored = metadata.storage_data[MetadataIndex(key, box.offsets)]
-    name, offset = stored.relative_path, stored.offset
-    archive = archive_of(into.dtype, tuple(box.sizes))
-    is_ours = stored.length == archive.num_bytes
-    if is_ours and reader.read(name, offset, len(archive.head)) == archive.head:
-        first = offset + len(archive.head) + skipped * into.dtype.itemsize
-        reader.read_into(name, first, bytes_of(into))
+    name, offset, head = box.file, box.place, box.head
+    if not head:  # the archive may be of another version of torch
+        archive = archive_of(into.dtype, box.sizes)
+        is_ours = box.length == archive.num_bytes
+        if is_ours and reader.read(name, offset, len(archive.head)) == archive.head:
+            head = len(archive.head)
+    if head:
+        reader.read_into(name, offset + head + skipped * into.dtype.itemsize, bytes_of(into))
         return
-    # Written by another version of torch.
-    content = io.BytesIO(reader.read(name, offset, stored.length))
+    content = io.BytesIO(reader.read(name, offset, box.length))
     try:
         values = torch.load(content, map_location="cpu", weights_only=True)
-        whole = values.expand(tuple(box.sizes)).reshape(-1)
+        whole = values.expand(box.sizes).reshape(-1)
         into.copy_(whole[skipped : skipped + into.numel()])
     except Exception as error:  # an invalid archive fails in many ways
         raise CheckpointError(

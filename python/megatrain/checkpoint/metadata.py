@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from megacore.errors import CheckpointError
 from megatrain.checkpoint.checked_files import ADVICE, FileSum, check_content
 from megatrain.checkpoint.format import INDEX_NAME, METADATA_NAME, CheckpointIndex
+from megatrain.checkpoint.tensor_index import TensorIndex, padded, tensor_columns
 from megatrain.files import PlainUnpickler
 
 
@@ -49,6 +51,48 @@ def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
         raise CheckpointError(f"cannot read {path}: unknown opcode or name {error}") from error
     except Exception as error:  # an invalid pickle, or one of another torch, fails in many ways
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def index_of_metadata(metadata: Metadata) -> TensorIndex:
+    """Convert checked metadata into columns."""
+    tensors = sorted(metadata.state_dict_metadata.items())
+    dtypes = sorted({_dtype_name(tensor) for _, tensor in tensors})
+    shapes = [tuple(tensor.size) for _, tensor in tensors]
+    boxes = [
+        (key, box)
+        for key, tensor in tensors
+        for box in sorted(tensor.chunks, key=lambda box: box.offsets)
+    ]
+    places = [metadata.storage_data[MetadataIndex(key, box.offsets)] for key, box in boxes]
+    files = sorted({place.relative_path for place in places})
+    numbers = {name: number for number, name in enumerate(files)}
+    of_tensors = tensor_columns(
+        [key for key, _ in tensors],
+        [dtypes.index(_dtype_name(tensor)) for _, tensor in tensors],
+        shapes,
+    )
+    num_dims = of_tensors["shapes"].shape[1]
+    of_boxes = {
+        "files": [numbers[place.relative_path] for place in places],
+        "places": [place.offset for place in places],
+        "lengths": [place.length for place in places],
+        "heads": [0] * len(places),
+    }
+    return TensorIndex(
+        dtypes=dtypes,
+        files=files,
+        columns={
+            **of_tensors,
+            "box_ends": np.cumsum([len(tensor.chunks) for _, tensor in tensors], dtype=np.int64),
+            "offsets": padded([tuple(box.offsets) for _, box in boxes], num_dims, 0),
+            "sizes": padded([tuple(box.sizes) for _, box in boxes], num_dims, 1),
+            **{name: np.array(column, np.int64) for name, column in of_boxes.items()},
+        },
+    )
+
+
+def _dtype_name(tensor: TensorStorageMetadata) -> str:
+    return str(tensor.properties.dtype).removeprefix("torch.")
 
 
 class _Record:

@@ -1,34 +1,23 @@
-"""Plan of a save: the chunks that each rank writes, and the metadata of the checkpoint.
+"""Plan of a save: the chunks that each rank writes, and the index of all.
 
-The default planners of `torch.distributed.checkpoint` support only tensors and DTensors, whose part
-on a rank is one box.
+Who writes a chunk is a function of the layout, so no plan travels: a rank decides for itself. Rank
+0 gets, once, the boxes that each rank writes, and checks that they tile the tensors.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatrain.checkpoint.chunks import Chunk
+from megacore.errors import CheckpointError
+from megatrain.checkpoint.archives import archive_of
+from megatrain.checkpoint.chunks import Chunk, ChunkId, Copies
+from megatrain.checkpoint.tensor_checks import check_tiling
+from megatrain.checkpoint.tensor_index import Numbers, TensorIndex, padded, tensor_columns
 
 
 class HeldChunks:
@@ -46,112 +35,165 @@ class HeldChunks:
         *,
         read: Callable[[Chunk], Iterator[Tensor]] | None = None,
     ) -> None:
-        self._chunks = {MetadataIndex(chunk.key, chunk.offsets): chunk for chunk in chunks}
+        self._chunks = {chunk.id: chunk for chunk in chunks}
         self._read = read
 
-    def over(self, values: Mapping[MetadataIndex, Tensor]) -> HeldChunks:
+    def over(self, values: Mapping[ChunkId, Tensor]) -> HeldChunks:
         """Return the chunks that this rank writes, with other values."""
         return HeldChunks(
-            [replace(self._chunks[index], tensor=tensor) for index, tensor in values.items()]
+            [replace(self._chunks[chunk], tensor=tensor) for chunk, tensor in values.items()]
         )
 
-    def items(self) -> list[WriteItem]:
-        """List all chunks of this rank."""
-        return [_write_item(index, chunk) for index, chunk in self._chunks.items()]
+    def describe(self) -> list[tuple[object, ...]]:
+        """Describe all chunks of this rank without their values, to compare."""
+        return [
+            (*name, chunk.full_shape, chunk.tensor.shape, chunk.tensor.dtype)
+            for name, chunk in self._chunks.items()
+        ]
 
-    def values(self, item: WriteItem) -> Tensor:
+    def written(self) -> list[Chunk]:
+        """Select the chunks that this rank writes."""
+        return written_chunks(list(self._chunks.values()))
+
+    def values(self, chunk: ChunkId) -> Tensor:
         """Look up the values of a chunk."""
-        return self._chunks[item.index].tensor
+        return self._chunks[chunk].tensor
 
-    def blocks(self, item: WriteItem) -> Iterator[Tensor]:
+    def blocks(self, chunk: ChunkId) -> Iterator[Tensor]:
         """Yield consecutive blocks of the flattened values of a chunk."""
-        chunk = self._chunks[item.index]
+        held = self._chunks[chunk]
         if self._read is None:
-            yield chunk.tensor
+            yield held.tensor
         else:
-            yield from self._read(chunk)
+            yield from self._read(held)
 
 
-def plan_save(held: Sequence[list[WriteItem]]) -> tuple[list[list[WriteItem]], Metadata]:
-    """Assign each chunk to one of its holders and build the metadata; deterministic.
+def written_chunks(held: Sequence[Chunk]) -> list[Chunk]:
+    """Select the chunks that this rank writes, from all that it holds, in their order.
+
+    Of the chunks that the same ranks hold, each goes, largest first, to the rank with the fewest
+    bytes so far. All of these ranks come to the same result.
+    """
+    together: dict[Copies, list[Chunk]] = {}
+    for chunk in held:
+        together.setdefault(chunk.copies, []).append(chunk)
+    mine = set()
+    for copies, chunks in together.items():
+        mine |= _share(copies, chunks)
+    return [chunk for chunk in held if chunk.id in mine]
+
+
+def _share(copies: Copies, chunks: Sequence[Chunk]) -> set[ChunkId]:
+    num_ranks = copies.data * copies.tensor
+    if num_ranks == 1:
+        return {chunk.id for chunk in chunks}
+    # Of equal loads the lowest position is first, so higher ones than chunks get none.
+    loads = [(0, position) for position in range(min(num_ranks, len(chunks)))]
+    mine = set()
+    for chunk in sorted(chunks, key=lambda each: (-each.tensor.nbytes, each.id)):
+        load, position = heapq.heappop(loads)
+        heapq.heappush(loads, (load + chunk.tensor.nbytes, position))
+        if position == copies.position:
+            mine.add(chunk.id)
+    return mine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBoxes:
+    """Boxes that one rank writes into its file, in order, for `merge_boxes`.
+
+    Attributes:
+        keys: Names of their tensors.
+        dtypes: Number format of each tensor, a name in torch.
+        shapes: Full shape of each tensor.
+        tensors: Tensor of each box, int32, ``(n,)``.
+        offsets: First index, int64, ``(n, D)``; 0 beyond the dimensions of the tensor.
+        sizes: Extent, int64, ``(n, D)``; 1 beyond.
+        lengths: Bytes of each archive, int64, ``(n,)``; they follow one another.
+        heads: Bytes of each archive before the values, int32, ``(n,)``.
+    """
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tensors: Numbers
+    offsets: Numbers
+    sizes: Numbers
+    lengths: Numbers
+    heads: Numbers
+
+
+def boxes_of(chunks: Sequence[Chunk]) -> RankBoxes:
+    """Describe the chunks that a rank writes."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(c.key for c in chunks))}
+    of_key = {chunk.key: chunk for chunk in chunks}
+    num_dims = max([1, *(len(chunk.offsets) for chunk in chunks)])
+    archives = [archive_of(chunk.tensor.dtype, tuple(chunk.tensor.shape)) for chunk in chunks]
+    return RankBoxes(
+        keys=tuple(numbers),
+        dtypes=tuple(str(of_key[key].tensor.dtype).removeprefix("torch.") for key in numbers),
+        shapes=tuple(of_key[key].full_shape for key in numbers),
+        tensors=np.array([numbers[chunk.key] for chunk in chunks], np.int32),
+        offsets=padded([chunk.offsets for chunk in chunks], num_dims, 0),
+        sizes=padded([tuple(chunk.tensor.shape) for chunk in chunks], num_dims, 1),
+        lengths=np.array([archive.num_bytes for archive in archives], np.int64),
+        heads=np.array([len(archive.head) for archive in archives], np.int32),
+    )
+
+
+def merge_boxes(ranks: Sequence[RankBoxes], files: Sequence[str]) -> TensorIndex:
+    """Build the index of a checkpoint from the boxes of all ranks, and check it.
 
     Args:
-        held: Chunks of each rank.
-
-    Returns:
-        Chunks that each rank writes, and the metadata without the places of their values.
+        ranks: Boxes of each rank.
+        files: Name of each rank's file.
 
     Raises:
-        RuntimeError: If the chunks do not tile the tensors.
+        RuntimeError: If the boxes do not tile the tensors.
     """
-    plans, metadata = create_default_global_save_plan(_share_out(held))
-    for key, stored in metadata.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
-        _check_tiling(key, stored)
-    # For generic readers, which rebuild {"main_param": {"layers.0.norm": ...}, ...}.
-    names = {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
-    return [plan.items for plan in plans], replace(metadata, planner_data=names)
-
-
-def num_bytes(metadata: Metadata) -> int:
-    """Compute the size of all tensors of a checkpoint, bytes."""
-    total = 0
-    for stored in metadata.state_dict_metadata.values():
-        assert isinstance(stored, TensorStorageMetadata)  # we write nothing else
-        total += math.prod(stored.size) * stored.properties.dtype.itemsize
-    return total
-
-
-def box_of(chunk: Chunk) -> ChunkStorageMetadata:
-    """Describe the box of a chunk as `torch.distributed.checkpoint` does."""
-    return ChunkStorageMetadata(
-        offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.tensor.shape)
+    known: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for boxes in ranks:
+        for key, *about in zip(boxes.keys, boxes.dtypes, boxes.shapes, strict=True):
+            if known.setdefault(key, (about[0], about[1])) != tuple(about):
+                raise RuntimeError(f"{key} is {about} on one rank and {known[key]} on another")
+    keys = sorted(known)
+    numbers = {key: number for number, key in enumerate(keys)}
+    num_dims = max([1, *(boxes.offsets.shape[1] for boxes in ranks)])
+    writers = [rank for rank, boxes in enumerate(ranks) if len(boxes.tensors)]
+    of_files = np.repeat(np.arange(len(writers)), [len(ranks[rank].tensors) for rank in writers])
+    parts: dict[str, list[Numbers]] = {
+        name: [np.zeros((0, num_dims) if name in ("offsets", "sizes") else 0, np.int64)]
+        for name in ("tensors", "offsets", "sizes", "places", "lengths", "heads")
+    }
+    for boxes in (ranks[rank] for rank in writers):
+        own = np.array([numbers[key] for key in boxes.keys], np.int64)
+        parts["tensors"].append(own[boxes.tensors])
+        parts["places"].append(np.cumsum(boxes.lengths) - boxes.lengths)
+        parts["lengths"].append(boxes.lengths)
+        parts["heads"].append(boxes.heads)
+        for name, column, value in (("offsets", boxes.offsets, 0), ("sizes", boxes.sizes, 1)):
+            more = np.full((len(column), num_dims - column.shape[1]), value)
+            parts[name].append(np.hstack([column, more]))
+    columns = {name: np.concatenate(each) for name, each in parts.items()}
+    columns["files"] = of_files
+    order = np.lexsort((*columns["offsets"].T[::-1], columns["tensors"]))
+    columns = {name: column[order] for name, column in columns.items()}
+    counts = np.bincount(columns.pop("tensors"), minlength=len(keys))
+    index = TensorIndex(
+        dtypes=(dtypes := sorted({dtype for dtype, _ in known.values()})),
+        files=[files[rank] for rank in writers],
+        columns={
+            **tensor_columns(
+                keys,
+                [dtypes.index(known[key][0]) for key in keys],
+                [known[key][1] for key in keys],
+            ),
+            "box_ends": np.cumsum(counts),
+            **columns,
+        },
     )
-
-
-def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
-    return WriteItem(
-        index=index,
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=box_of(chunk),
-            properties=TensorProperties(dtype=chunk.tensor.dtype),
-            size=torch.Size(chunk.full_shape),
-        ),
-    )
-
-
-def _share_out(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
-    """Assign each chunk to the holder with the smallest load so far."""
-    holders: dict[MetadataIndex, list[int]] = {}
-    sizes: dict[MetadataIndex, int] = {}
-    for rank, items in enumerate(held):
-        for item in items:
-            holders.setdefault(item.index, []).append(rank)
-            sizes[item.index] = _item_bytes(item)
-    load = [0] * len(held)
-    owners: dict[MetadataIndex, int] = {}
-    order = sorted(holders, key=lambda index: (-sizes[index], index.fqn, index.offset))
-    for index in order:
-        owners[index] = min(holders[index], key=lambda rank: (load[rank], rank))
-        load[owners[index]] += sizes[index]
-    return [
-        SavePlan([item for item in items if owners[item.index] == rank])
-        for rank, items in enumerate(held)
-    ]
-
-
-def _item_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None  # we write tensors only
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _check_tiling(key: str, stored: TensorStorageMetadata) -> None:
-    """Check that the boxes tile the tensor: no overlaps, and the right total volume."""
-    volume = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-    pairs = len(create_read_items_for_chunk_list(key, stored, stored.chunks))
-    if pairs != len(stored.chunks) or volume != math.prod(stored.size):
-        raise RuntimeError(
-            f"the pieces of {key} do not tile it: they have {volume} elements of "
-            f"{math.prod(stored.size)}, and {pairs - len(stored.chunks)} overlaps"
-        )
+    try:
+        check_tiling(index)
+    except CheckpointError as error:
+        raise RuntimeError(f"the ranks would not write each element once: {error}") from error
+    return index

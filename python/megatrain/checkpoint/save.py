@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    DEFAULT_SUFFIX,
-    _StorageInfo,
-)
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
@@ -32,12 +26,16 @@ from megatrain.checkpoint.chunks import Chunk, chunks_of
 from megatrain.checkpoint.format import (
     METADATA_NAME,
     PARTIAL_SUFFIX,
+    TENSORS_NAME,
     CheckpointIndex,
     TrainState,
     step_folder,
 )
-from megatrain.checkpoint.planner import HeldChunks, num_bytes, plan_save
+from megatrain.checkpoint.planner import HeldChunks, boxes_of, merge_boxes
 from megatrain.checkpoint.publish import prepare, publish, remove_old
+from megatrain.checkpoint.tensor_file import write_tensor_index
+from megatrain.checkpoint.tensor_index import TensorIndex
+from megatrain.checkpoint.torch_metadata import write_torch_metadata
 from megatrain.daemon import in_daemon
 
 # Time that a process waits at its end for a save in flight, seconds.
@@ -46,30 +44,19 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class _WritePlan:
-    """Assignment of chunks to writers, the same for every save of a run.
+    """Chunks that this rank writes, the same for every save of a run.
 
     Attributes:
-        held: All chunks of this rank.
-        mine: Chunks that this rank writes.
-        metadata: Metadata of the whole checkpoint, without the places of values.
+        held: Description of all chunks of this rank.
+        mine: Chunks that this rank writes, without values.
+        num_bytes: Size of the tensors of the whole checkpoint.
+        index: Index of the whole checkpoint; on rank 0 only.
     """
 
-    held: list[WriteItem]
-    mine: list[WriteItem]
-    metadata: Metadata
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """Chunks and files that one rank has written.
-
-    Attributes:
-        places: Place of each chunk.
-        sums: Length and checksum of each file by name.
-    """
-
-    places: dict[MetadataIndex, _StorageInfo]
-    sums: dict[str, FileSum]
+    held: list[tuple[object, ...]]
+    mine: list[Chunk]
+    num_bytes: int
+    index: TensorIndex | None
 
 
 class CheckpointSaver:
@@ -188,7 +175,7 @@ class CheckpointSaver:
 
     def num_bytes(self) -> int:
         """Compute the size of a checkpoint's tensors, bytes. Collective at the first call."""
-        return num_bytes(self._planned(self._held()).metadata)
+        return self._planned(self._held()).num_bytes
 
     def _judge(self, action: Callable[[], None]) -> str | None:
         try:
@@ -204,11 +191,23 @@ class CheckpointSaver:
         return HeldChunks(chunks_of(own, self._groups), read=self._read)
 
     def _planned(self, chunks: HeldChunks) -> _WritePlan:
-        held = chunks.items()
+        held = chunks.describe()
         if self._plan is None:
-            shares, metadata = plan_save(gather_results(lambda: held, self._groups))
-            mine = shares[self._groups.world.position]
-            self._plan = _WritePlan(held=held, mine=mine, metadata=metadata)
+            mine = chunks.written()
+            ranks = gather_results(lambda: boxes_of(mine), self._groups)
+            index: list[TensorIndex] = []
+
+            def merge() -> int:
+                index.append(merge_boxes(ranks, [_file_name(rank) for rank in range(len(ranks))]))
+                return index[0].num_bytes()
+
+            num_bytes = on_rank_0(merge, self._groups)
+            self._plan = _WritePlan(
+                held=held,
+                mine=[replace(chunk, tensor=chunk.tensor.to("meta")) for chunk in mine],
+                num_bytes=num_bytes,
+                index=index[0] if index else None,
+            )
         if self._plan.held != held:
             raise RuntimeError("the optimizer holds other ranges than when saving was planned")
         return self._plan
@@ -219,22 +218,20 @@ class CheckpointSaver:
         groups = self._groups
         partial = self._directory / (step_folder(state.step) + PARTIAL_SUFFIX)
 
-        def finish(written: Sequence[_Written]) -> None:
-            files = {METADATA_NAME: _write_metadata(partial, plan.metadata, written)}
-            for report in written:
-                files |= report.sums
+        def finish(written: Sequence[Mapping[str, FileSum]]) -> None:
+            assert plan.index is not None
             index = CheckpointIndex(
                 state=state,
                 config=dict(self._config),
                 topology=_describe_topology(groups),
-                files=files,
+                files=_write_indexes(partial, plan.index) | _joined(written),
             )
             publish(partial, index, keep=None if keep_all else self._keep)
 
         try:
-            on_rank_0(lambda: prepare(partial, num_bytes=num_bytes(plan.metadata)), groups)
-            name = f"__{groups.world.position}_0{DEFAULT_SUFFIX}"
-            written = gather_results(lambda: _write_mine(partial / name, chunks, plan.mine), groups)
+            on_rank_0(lambda: prepare(partial, num_bytes=plan.num_bytes), groups)
+            path = partial / _file_name(groups.world.position)
+            written = gather_results(lambda: _write_mine(path, chunks, plan.mine), groups)
             on_rank_0(lambda: finish(written), groups)
         except Exception:
             if groups.rank == 0:
@@ -264,42 +261,44 @@ def save_checkpoint(
     return Path(directory) / step_folder(state.step)
 
 
-def _write_mine(path: Path, chunks: HeldChunks, mine: Sequence[WriteItem]) -> _Written:
-    """Write this rank's file, if it has chunks to write."""
+def _file_name(position: int) -> str:
+    """Return the name of the file of a rank, as `torch.distributed.checkpoint` names it."""
+    return f"__{position}_0{DEFAULT_SUFFIX}"
+
+
+def _write_mine(path: Path, chunks: HeldChunks, mine: Sequence[Chunk]) -> dict[str, FileSum]:
+    """Write this rank's file, if it has chunks to write; return its length and checksum."""
     if not mine:
-        return _Written(places={}, sums={})
+        return {}
     with checked_file(path) as file:
-        places = {item.index: _write_chunk(file, path.name, item, chunks) for item in mine}
-    return _Written(places=places, sums={path.name: file.sum})
+        for chunk in mine:
+            _write_chunk(file, chunk, chunks)
+    return {path.name: file.sum}
 
 
-def _write_chunk(
-    file: ChecksumFile, name: str, item: WriteItem, chunks: HeldChunks
-) -> _StorageInfo:
+def _write_chunk(file: ChecksumFile, chunk: Chunk, chunks: HeldChunks) -> None:
     """Write one chunk as an archive of `torch.save`."""
-    assert item.tensor_data is not None  # we write tensors only
-    dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-    archive, offset = archive_of(dtype, tuple(sizes)), file.tell()
+    archive = archive_of(chunk.tensor.dtype, tuple(chunk.tensor.shape))
+    start = file.tell()
     file.write(archive.head)
-    for block in chunks.blocks(item):
+    for block in chunks.blocks(chunk.id):
         file.write(bytes_of(block.cpu().contiguous()))
     file.write(archive.tail)
-    assert file.tell() - offset == archive.num_bytes
-    return _StorageInfo(relative_path=name, offset=offset, length=archive.num_bytes)
+    assert file.tell() - start == archive.num_bytes  # as planned
 
 
-def _write_metadata(partial: Path, metadata: Metadata, written: Sequence[_Written]) -> FileSum:
-    """Write ``.metadata``, so that `torch.distributed.checkpoint` can read the folder."""
-    complete = replace(
-        metadata,
-        storage_data={index: at for report in written for index, at in report.places.items()},
-        # As text: a pickled path names a module that only Python 3.13 has, or does not have.
-        storage_meta=StorageMeta(checkpoint_id=str(partial), save_id=str(uuid.uuid4())),
-        version=CURRENT_DCP_VERSION,
-    )
-    with checked_file(partial / METADATA_NAME) as file:
-        pickle.dump(complete, file)
-    return file.sum
+def _joined(written: Sequence[Mapping[str, FileSum]]) -> dict[str, FileSum]:
+    return {name: file for of_rank in written for name, file in of_rank.items()}
+
+
+def _write_indexes(partial: Path, index: TensorIndex) -> dict[str, FileSum]:
+    """Write the index of the tensors, and the same for tools of torch."""
+    # As text: a pickled path names a module that only Python 3.13 has, or does not have.
+    meta = StorageMeta(checkpoint_id=str(partial), save_id=str(uuid.uuid4()))
+    return {
+        TENSORS_NAME: write_tensor_index(partial / TENSORS_NAME, index),
+        METADATA_NAME: write_torch_metadata(partial / METADATA_NAME, index, meta),
+    }
 
 
 def _describe_topology(groups: ProcessGroups) -> dict[str, Any]:

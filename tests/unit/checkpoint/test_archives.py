@@ -137,9 +137,9 @@ def test_resuming_sums_each_byte_of_tensors_once(
     found = find_checkpoint("auto" if resume == "auto" else str(folder), tmp_path, groups=GROUPS)
     assert found.path is not None
     load_checkpoint(found.path, small_pieces(), groups=GROUPS, verified=found.verified)
-    # The metadata is summed once more when it is read.
+    # The index of tensors is summed once more when it is read.
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert sum(summed) == sizes[TENSOR_FILE] + 2 * sizes[".metadata"]
+    assert sum(summed) == sizes[TENSOR_FILE] + sizes[".metadata"] + 2 * sizes["tensors.idx"]
 
 
 def test_archives_of_another_torch_are_read_too(

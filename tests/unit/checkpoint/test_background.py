@@ -191,13 +191,13 @@ def test_saving_is_planned_once(
     tmp_path: Path, pieces: list[ParamPiece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = []
-    real = save_module.plan_save
+    real = save_module.merge_boxes
 
-    def counted(held: Any) -> Any:
-        plans.append(held)
-        return real(held)
+    def counted(*args: Any) -> Any:
+        plans.append(args)
+        return real(*args)
 
-    monkeypatch.setattr(save_module, "plan_save", counted)
+    monkeypatch.setattr(save_module, "merge_boxes", counted)
     saver = _saver(tmp_path, pieces)
     for step in (1, 2, 3):
         saver.save(_state(step))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,43 +23,49 @@ from megatrain.checkpoint import (
     resolve_checkpoint,
     save_checkpoint,
 )
+from megatrain.checkpoint.metadata import index_of_metadata
+from megatrain.checkpoint.tensor_file import write_tensor_index
 from tests.support.checkpoints import (
     GROUPS,
     NORM,
     TENSORS,
     WEIGHT,
     ThreadWorld,
+    edit_index,
+    make_older,
     make_pieces,
     names_in,
+    replace_file,
     save_small,
     small_pieces,
 )
 
 
-def _edit_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def _edit_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Change ``index.json`` as if it had been written like that."""
+    return lambda folder: edit_index(folder, change)
+
+
+def _edit_metadata(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
+    """Change what DCP wrote in an older checkpoint, with a correct checksum."""
 
     def edit(folder: Path) -> None:
-        data = json.loads((folder / "index.json").read_text())
-        del data["crc32"]
-        change(data)
-        text = json.dumps(data, indent=1) + "\n"
-        data["crc32"] = zlib.crc32(text.encode())
-        (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
+        metadata = FileSystemReader(make_older(folder)).read_metadata()
+        change(metadata)
+        replace_file(folder, ".metadata", pickle.dumps(metadata))
 
     return edit
 
 
-def _edit_metadata(change: Callable[[Metadata], None]) -> Callable[[Path], None]:
-    """Change what DCP wrote, with a correct checksum."""
+def _drop_tensor(key: str) -> Callable[[Path], None]:
+    """Leave a tensor out of the index of tensors, with a correct checksum."""
 
     def edit(folder: Path) -> None:
         metadata = FileSystemReader(folder).read_metadata()
-        change(metadata)
-        raw = pickle.dumps(metadata)
-        (folder / ".metadata").write_bytes(raw)
-        new = {"num_bytes": len(raw), "crc32": zlib.crc32(raw)}
-        _edit_index(lambda data: data["files"].update({".metadata": new}))(folder)
+        metadata.state_dict_metadata.pop(key)
+        sum_of_file = write_tensor_index(folder / "tensors.idx", index_of_metadata(metadata))
+        entry = {"num_bytes": sum_of_file.num_bytes, "crc32": sum_of_file.crc32}
+        edit_index(folder, lambda data: data["files"].update({"tensors.idx": entry}))
 
     return edit
 
@@ -104,14 +108,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"\.metadata is damaged: its content does not match its checksum",
     ),
     "metadata of another torch": (
-        lambda folder: (
-            (folder / ".metadata").write_bytes(b"x"),
-            _edit_index(
-                lambda data: data["files"].update(
-                    {".metadata": {"num_bytes": 1, "crc32": zlib.crc32(b"x")}}
-                )
-            )(folder),
-        )[0],
+        lambda folder: replace_file(make_older(folder), ".metadata", b"x"),
         r"cannot read .*\.metadata: unknown opcode",
     ),
     "missing index": (
@@ -133,7 +130,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"index\.json is damaged \(KeyError\('files'\)\)",
     ),
     "index without the metadata": (
-        _edit_index(lambda data: data["files"].pop(".metadata")),
+        lambda folder: edit_index(make_older(folder), lambda data: data["files"].pop(".metadata")),
         r"index\.json does not list \.metadata",
     ),
     "newer format": (
@@ -158,6 +155,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing moments": (
         _edit_metadata(lambda data: data.state_dict_metadata.pop("exp_avg.norm")),
+        r"has no exp_avg of parameter norm",
+    ),
+    "missing index of tensors": (
+        lambda folder: (folder / "tensors.idx").unlink(),
+        r"tensors\.idx is missing",
+    ),
+    "other file as index of tensors": (
+        lambda folder: replace_file(folder, "tensors.idx", b"x" * 100),
+        r"tensors\.idx is refused: it is no index of tensors",
+    ),
+    "newer index of tensors": (
+        lambda folder: replace_file(
+            folder,
+            "tensors.idx",
+            (folder / "tensors.idx").read_bytes().replace(b'"version": 1', b'"version": 2'),
+        ),
+        r"tensors\.idx is refused: it has version 2, this megacore reads version 1; load it with",
+    ),
+    "no parameter in the index of tensors": (
+        _drop_tensor("main_param.norm"),
+        r"has no parameter norm",
+    ),
+    "no moments in the index of tensors": (
+        _drop_tensor("exp_avg.norm"),
         r"has no exp_avg of parameter norm",
     ),
 }
@@ -374,5 +395,5 @@ def test_leftovers_of_a_killed_run_do_not_disturb(tmp_path: Path) -> None:
     leftover.mkdir()
     (leftover / "__7_0.distcp").write_bytes(b"half")
     folder = save_small(tmp_path)
-    assert names_in(folder) == [".metadata", TENSORS, "index.json"]
+    assert names_in(folder) == [".metadata", TENSORS, "index.json", "tensors.idx"]
     assert names_in(tmp_path) == ["latest", "step_00000003"]

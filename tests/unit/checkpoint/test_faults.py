@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import random
 import shutil
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,15 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megatrain.checkpoint import checked_files, find_checkpoint, load_checkpoint, load_full_weights
 from tests.support.campaigns import representatives
-from tests.support.checkpoints import GROUPS, NORM, WEIGHT, make_pieces, save_small
+from tests.support.checkpoints import (
+    GROUPS,
+    NORM,
+    WEIGHT,
+    make_older,
+    make_pieces,
+    replace_file,
+    save_small,
+)
 
 # ---- damaged files -------------------------------------------------------------------------------
 
@@ -79,16 +85,6 @@ def _same(a: tuple[dict[str, Tensor], ...], b: tuple[dict[str, Tensor], ...]) ->
     )
 
 
-def _fix_checksums(folder: Path, name: str) -> None:
-    """Enter a file's new content into the index, as if it had been written like that."""
-    raw = (folder / name).read_bytes()
-    data = json.loads((folder / "index.json").read_text())
-    del data["crc32"]
-    data["files"][name] = {"num_bytes": len(raw), "crc32": zlib.crc32(raw)}
-    data["crc32"] = zlib.crc32((json.dumps(data, indent=1) + "\n").encode())
-    (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
-
-
 @pytest.mark.parametrize(("seed", "count"), representatives([(0, 60), (1, 2400)], [(0, 60)]))
 def test_no_damage_is_loaded_silently(tmp_path: Path, seed: int, count: int) -> None:
     chance = random.Random(seed)
@@ -124,19 +120,21 @@ def test_no_damage_is_loaded_silently(tmp_path: Path, seed: int, count: int) -> 
 
 
 @pytest.mark.parametrize(("seed", "count"), representatives([(0, 30), (1, 600)], [(0, 30)]))
+@pytest.mark.parametrize("name", [".metadata", "tensors.idx"])
 def test_damaged_metadata_with_a_correct_checksum_is_refused_or_harmless(
-    tmp_path: Path, seed: int, count: int
+    tmp_path: Path, seed: int, count: int, name: str
 ) -> None:
     chance = random.Random(seed)
     folder = save_small(tmp_path, step=3)
+    if name == ".metadata":
+        make_older(folder)
     good = _read_all(folder)
     refused = 0
     for _ in range(count):
-        raw = bytearray(good[".metadata"])
+        raw = bytearray(good[name])
         for _ in range(chance.choice([1, 1, 3])):
             chance.choice([_flip, _erase, _insert, _move])(raw, chance)
-        (folder / ".metadata").write_bytes(raw)
-        _fix_checksums(folder, ".metadata")
+        replace_file(folder, name, bytes(raw))
         try:
             _state(folder)
         except CheckpointError:

@@ -267,7 +267,7 @@ def test_a_shared_parameter_is_written_by_the_rank_that_owns_it(tmp_path: Path) 
         path = world.run(save)[0]
     _, weights = load_full_weights(path)
     assert torch.equal(weights["embedding"], full_values(EMBEDDING, "main_param"))
-    assert set(read_index(path).files) == {".metadata", "__0_0.distcp"}
+    assert set(read_index(path).files) == {".metadata", "tensors.idx", "__0_0.distcp"}
 
 
 def test_the_index_tells_where_everything_is(tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import pickle
 import re
 import resource
 import subprocess
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,17 +28,25 @@ from torch.distributed.checkpoint.metadata import (
 
 from megacore.errors import CheckpointError
 from megatrain.checkpoint import load_checkpoint, load_full_weights
-from tests.support.checkpoints import GROUPS, TENSORS, save_small, small_pieces
+from tests.support.checkpoints import (
+    GROUPS,
+    TENSORS,
+    edit_index,
+    make_older,
+    replace_file,
+    save_small,
+    small_pieces,
+)
 
 
 def _replace_metadata(folder: Path, raw: bytes) -> None:
     """Write ``.metadata`` with a correct checksum, as an attacker would."""
-    (folder / ".metadata").write_bytes(raw)
-    data = json.loads((folder / "index.json").read_text())
-    del data["crc32"]
-    data["files"][".metadata"] = {"num_bytes": len(raw), "crc32": zlib.crc32(raw)}
-    data["crc32"] = zlib.crc32((json.dumps(data, indent=1) + "\n").encode())
-    (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
+    replace_file(folder, ".metadata", raw)
+
+
+def _save_older(directory: Path) -> Path:
+    """Write a checkpoint that is read by its ``.metadata``."""
+    return make_older(save_small(directory))
 
 
 class _Call:
@@ -70,7 +76,7 @@ def _attacks(mark: Path) -> dict[str, Any]:
 
 
 def test_paths_of_every_python_are_read_and_none_is_written(tmp_path: Path) -> None:
-    folder = save_small(tmp_path)
+    folder = _save_older(tmp_path)
     raw = (folder / ".metadata").read_bytes()
     assert b"pathlib" not in raw  # its module has another name in Python 3.13
     metadata = pickle.loads(raw)
@@ -85,7 +91,7 @@ def test_paths_of_every_python_are_read_and_none_is_written(tmp_path: Path) -> N
 def test_members_of_enums_are_read_as_every_python_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_small(tmp_path)
+    folder = _save_older(tmp_path)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     with monkeypatch.context() as patch:
         patch.setattr(  # as Python 3.11.0 to 3.11.3
@@ -143,7 +149,7 @@ def _refused(folder: Path) -> str:
 def test_a_prepared_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
     mark = tmp_path / "ran"
     for name, attack in _attacks(mark).items():
-        folder = save_small(tmp_path / name)
+        folder = _save_older(tmp_path / name)
         metadata: Any = FileSystemReader(folder).read_metadata()
         match place:
             case "everything":
@@ -161,7 +167,7 @@ def test_a_prepared_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("name", RAW_ATTACKS)
 def test_prepared_opcodes_are_refused(tmp_path: Path, name: str) -> None:
-    folder = save_small(tmp_path)
+    folder = _save_older(tmp_path)
     before = dict(vars(Metadata))
     _replace_metadata(folder, RAW_ATTACKS[name])
     with _address_space(4 << 30):
@@ -222,7 +228,7 @@ CONTENTS: dict[str, tuple[Callable[[Metadata], None], str]] = {
 def test_metadata_must_describe_the_tensors_of_its_files(
     tmp_path: Path, change: Callable[[Metadata], None], message: str
 ) -> None:
-    folder = save_small(tmp_path)
+    folder = _save_older(tmp_path)
     metadata = FileSystemReader(folder).read_metadata()
     change(metadata)
     _replace_metadata(folder, pickle.dumps(metadata))
@@ -231,18 +237,15 @@ def test_metadata_must_describe_the_tensors_of_its_files(
 
 def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     folder = save_small(tmp_path)
-    data = json.loads((folder / "index.json").read_text())
-    del data["crc32"]
-    data["files"]["../latest"] = {"num_bytes": 1, "crc32": 0}
-    data["crc32"] = zlib.crc32((json.dumps(data, indent=1) + "\n").encode())
-    (folder / "index.json").write_text(json.dumps(data, indent=1) + "\n")
+    entry = {"num_bytes": 1, "crc32": 0}
+    edit_index(folder, lambda data: data["files"].update({"../latest": entry}))
     with pytest.raises(CheckpointError, match="files outside of the folder"):
         load_full_weights(folder)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_torch_writes_is_read_in_every_protocol(tmp_path: Path, protocol: int) -> None:
-    folder = save_small(tmp_path)
+    folder = _save_older(tmp_path)
     expected = load_full_weights(folder)[1]
     metadata = FileSystemReader(folder).read_metadata()
     _replace_metadata(folder, pickle.dumps(metadata, protocol=protocol))
