@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.config.base import letter_of_layer, split_key
+from megatrain.config.debug import FEW_SOURCES
 from megatrain.config.resolved import ResolvedConfig
 from megatrain.config.sections import Config, section_classes
 from megatrain.config.toml_file import toml_value
@@ -68,10 +69,7 @@ def _any_has(config: ResolvedConfig, hyperparameter: str) -> bool:
     return any(each.has(hyperparameter) for each in config.optimizer.of_parameters())
 
 
-_OF_EXPERTS = (
-    *("moe.*", "debug.load_interval", "debug.record_routing", "debug.replay_routing"),
-    "debug.force_balanced",
-)
+_OF_EXPERTS = (*("moe.*", "debug.record_routing", "debug.replay_routing", "debug.force_balanced"),)
 _OF_SCALING = "model.rope_scaling"
 
 UNUSED_RULES: tuple[UnusedRule, ...] = (
@@ -201,6 +199,13 @@ UNUSED_RULES: tuple[UnusedRule, ...] = (
         but=("moe.num_experts",),
         reason="moe.num_experts",
         holds=lambda config: config.moe.num_experts == 0,
+    ),
+    UnusedRule(
+        keys=("debug.load_interval",),
+        reason="moe.num_experts",
+        holds=lambda config: (
+            config.moe.num_experts == 0 and len(config.data.sources) <= FEW_SOURCES
+        ),
     ),
     UnusedRule(
         keys=("moe.echo.*",),

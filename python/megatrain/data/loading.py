@@ -40,8 +40,10 @@ from megatrain.data.stream import TokenRange, TokenSource
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.data.training_data import TrainingData
 
-# Tokens per source checked before training starts; the others are checked when they are read.
+# Tokens checked before training starts, in all sources and at least in each; the others are checked
+# when they are read.
 CHECKED_TOKENS = 1 << 24
+CHECKED_OF_EACH = 1 << 12
 # Samples of a factory whose tokens give the unigram entropy.
 ENTROPY_SAMPLES = 64
 # Larger text is prepared in the cache instead of being tokenized in the memory of every rank.
@@ -86,7 +88,12 @@ def load_data(
     tokenizer = load_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     opened = functools.partial(
-        open_source, tokenizer=tokenizer, data=config, vocab_size=size, progress=progress
+        open_source,
+        tokenizer=tokenizer,
+        data=config,
+        vocab_size=size,
+        num_sources=len(config.training_sources) + len(config.validation),
+        progress=progress,
     )
     sources = {source.label: opened(source) for source in config.training_sources}
     held_out = {source.label: opened(source) for source in config.validation}
@@ -206,9 +213,10 @@ def open_source(
     tokenizer: Tokenizer,
     data: DataConfig,
     vocab_size: int,
+    num_sources: int = 1,
     progress: Progress | None = None,
 ) -> TokenSource:
-    """Open one source.
+    """Open one source of several.
 
     Records, compressed text and text above ``IN_MEMORY_BYTES`` are tokenized into ``data.cache`` by
     the first process that needs them; others wait and map the result.
@@ -220,7 +228,7 @@ def open_source(
         opened = factory_source(source.path, tokenizer)
     else:
         opened = _open_text(source, tokenizer, data, progress)
-    count = min(CHECKED_TOKENS, opened.num_tokens)
+    count = min(max(CHECKED_TOKENS // num_sources, CHECKED_OF_EACH), opened.num_tokens)
     opened.range().check(0, count, vocab_size=vocab_size)
     used = opened.tokenizer
     if used is not None and used.name == BYTES and vocab_size > used.vocab_size:

@@ -34,6 +34,7 @@ from megatrain.checkpoint.model_files import (
 from megatrain.checkpoint.run_folder import choose_resume, hold_folders, is_inside, move_aside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import FOLDER_OF_FILE, ResolvedConfig, config_to_toml
+from megatrain.config.debug import FEW_SOURCES
 from megatrain.config.schedule_file import COPY_NAME
 from megatrain.data.loading import load_run_data
 from megatrain.launch.context import RankContext
@@ -462,6 +463,8 @@ class _Run:
         train = self._config.train
         interval, is_last = self._config.debug.load_interval, step + 1 == train.steps
         has_labels, has_sets = metrics.num_labels > 0, len(self._trainer.data.validation) > 1
+        has_tables = interval > 0 and (step % interval == 0 or is_last)
+        epochs = self._trainer.data.train.epochs(self._samples_after(step + 1))
         return StepRecord(
             step=step + 1,
             loss=metrics.loss if has_labels else None,
@@ -476,11 +479,11 @@ class _Run:
             validation_loss=self._validation_loss if validation_losses else None,
             validation_losses=validation_losses if has_sets else {},
             validation_groups=validation_groups,
-            epochs=self._trainer.data.train.epochs(self._samples_after(step + 1)),
+            epochs=epochs if has_tables or len(epochs) <= FEW_SOURCES else {},
             experts=metrics.experts,
             mtp_losses=metrics.mtp_losses if has_labels else (),
             groups=metrics.groups,
-            with_load=interval > 0 and (step % interval == 0 or is_last),
+            with_load=has_tables,
             **self._watch.measure(step, metrics),
         )
 

@@ -109,7 +109,9 @@ class StepRecord:
         megatron="consumed samples",
     )
     epochs: Mapping[str, float] = _metric(
-        "train", "passes over each training source so far", default_factory=dict
+        "train",
+        "passes over each training source so far; of more than 16, as `expert_load`",
+        default_factory=dict,
     )
     mtp_losses: tuple[float, ...] = _metric(
         "train",

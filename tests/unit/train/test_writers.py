@@ -179,6 +179,22 @@ def test_a_record_that_fits_in_part_leaves_no_torn_line(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 5]
 
 
+def test_passes_over_many_sources_are_not_in_each_record(tmp_path: Path) -> None:
+    sources = [tmp_path / f"text_{number}.txt" for number in range(17)]
+    for source in sources:
+        source.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    blend = "".join(f'[[data.sources]]\npath = "{source}"\n' for source in sources)
+    (tmp_path / "run.toml").write_text(
+        "[model]\nhidden_size = 32\nseq_length = 16\n"
+        "[train]\nsteps = 6\neval_interval = 0\n[debug]\nload_interval = 2\n"
+        f"{blend}"
+        f'[run]\ndir = "{tmp_path}/run"\nplain = true\n[checkpoint]\ninterval = 0\n'
+    )
+    assert main(["train", str(tmp_path / "run.toml"), "--nproc=1"]) == 0
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [len(record.get("epochs", {})) for record in records] == [17, 0, 17, 0, 17, 17]
+
+
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_run_on_a_full_disk(on_failure: str, tmp_path: Path) -> None:
     """Metrics and report go to a device that is always full."""
