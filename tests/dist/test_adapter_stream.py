@@ -24,7 +24,7 @@ from megatrain.train.weight_stream import (
     adapter_config,
     refresh_weights,
     stream_weights,
-    weights_checksum,
+    weights_checksums,
 )
 from tests.dist.test_families import import_model
 from tests.dist.test_weight_stream import (
@@ -271,20 +271,20 @@ def test_joined_experts_of_peft_are_taken(name: str, tmp_path: Path) -> None:
 
 def test_a_trained_projection_may_be_fixed_and_counts_in_the_checksum(tmp_path: Path) -> None:
     import_model("llama", tmp_path)
-    sums = [weights_checksum(start(1, tmp_path, {}))]
+    sums = [weights_checksums(start(1, tmp_path, {}))]
     fixed = '[{pattern = "*.lora_a", optimizer = "none"}]'
     trainer = start(1, tmp_path, {"lora": KINDS["all"], "optimizer": {"groups": fixed}})
     # Adapters whose B is zero do not change the model.
-    sums.append(weights_checksum(trainer))
+    sums.append(weights_checksums(trainer))
     before = dict(stream_weights(trainer, adapters=True))
     trainer.train_step(0)
     trainer.train_step(1)
-    sums.append(weights_checksum(trainer))
+    sums.append(weights_checksums(trainer))
     assert sums[0] == sums[1] != sums[2]
     for name, value in stream_weights(trainer, adapters=True):
         assert torch.equal(value, before[name]) == ("lora_A" in name), name
     refresh_weights(trainer, before.items())
-    assert weights_checksum(trainer) == sums[0]
+    assert weights_checksums(trainer) == sums[0]
 
 
 def merge_a_large_model(_rank: int) -> float:

@@ -277,6 +277,19 @@ def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
     assert whole == halves
 
 
+def test_the_reference_of_new_adapters_is_that_of_their_base(tmp_path: Path) -> None:
+    import_model("llama", tmp_path)
+    write_pairs(tmp_path)
+    write_reference(0, 1, tmp_path, {})
+    adapted = {"lora.rank": 2, "lora.dora": True}
+    for dtype in ("float32", "bfloat16", "float16"):  # of frozen weights, the only one
+        trainer = start(tmp_path, 1, {**adapted, "train.dtype": dtype})
+    metrics = trainer.train_step(0)
+    assert metrics.groups["rewards/margins"] == pytest.approx(0.0, abs=2e-2)
+    with pytest.raises(DataError, match="whose weights differ from those of checkpoint"):
+        check_references(trainer)  # of adapters that have been trained
+
+
 def test_wrong_references_are_refused(tmp_path: Path) -> None:
     import_model("llama", tmp_path)
     write_pairs(tmp_path)
@@ -291,7 +304,7 @@ def test_wrong_references_are_refused(tmp_path: Path) -> None:
     path.write_text("\n".join(lines[:-1]))
     with pytest.raises(DataError, match="must have 24 pairs, got 23; megacore eval"):
         start(tmp_path, 1, {})
-    path.write_text(json.dumps(json.loads(lines[0]) | {"weights": "0"}) + "\n")
+    path.write_text(json.dumps(json.loads(lines[0]) | {"weights": {"float32": "0"}}) + "\n")
     path.write_text("\n".join([path.read_text().strip(), *lines[1:]]))
     with pytest.raises(DataError, match="whose weights differ from those of checkpoint"):
         start(tmp_path, 1, {})

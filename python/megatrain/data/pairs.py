@@ -28,7 +28,7 @@ from megatrain.data.tokenizer import load_tokenizer
 from megatrain.data.training_data import TrainingData
 
 REFERENCE_SUFFIX = ".reference"
-_FORMAT = "megacore reference log-probs 1"
+_FORMAT = "megacore reference log-probs 2"
 _CHOSEN, _REJECTED = "ref_chosen_logps", "ref_rejected_logps"
 
 
@@ -323,12 +323,14 @@ def reference_path(path: str, preference: PreferenceConfig) -> Path:
     return folder / (pairs.name + REFERENCE_SUFFIX)
 
 
-def reference_header(*, model: str, weights: str, num_pairs: int, max_length: int) -> str:
+def reference_header(
+    *, model: str, weights: Mapping[str, str], num_pairs: int, max_length: int
+) -> str:
     """Return the first line of a file of reference log-probs.
 
     Args:
         model: Where the weights of the reference came from.
-        weights: Their checksum.
+        weights: Their checksum in each number format.
         num_pairs: Number of pairs.
         max_length: Most tokens of an answer with its prompt.
     """
@@ -336,7 +338,7 @@ def reference_header(*, model: str, weights: str, num_pairs: int, max_length: in
         {
             "format": _FORMAT,
             "model": model,
-            "weights": weights,
+            "weights": dict(weights),
             "num_pairs": num_pairs,
             "max_length": max_length,
         }

@@ -31,7 +31,7 @@ from megatrain.train.console import EvaluationConsole
 from megatrain.train.initial_weights import load_initial_weights
 from megatrain.train.logprobs import LogprobFile, LogprobRecorder
 from megatrain.train.trainer import build_trainer
-from megatrain.train.weight_stream import weights_checksum
+from megatrain.train.weight_stream import weights_checksums
 
 # Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
 MAX_SEQ_LENGTH = 2048
@@ -239,13 +239,13 @@ def evaluate_pairs(
     data = replace(data, train=every, validation={"pairs": every}, validation_weights={"pairs": 1})
     trainer = build_trainer(config, world_size=context.world_size, device=context.device, data=data)
     load_initial_weights(trainer, source.path)
-    checksum = weights_checksum(trainer)
+    checksums = weights_checksums(trainer)
     path = reference_path(source.pairs, config.preference)
     file, recorder = LogprobFile(path, trainer), LogprobRecorder(trainer)
     model = str(source.path) if source.step is None else f"{source.path}, step {source.step:,}"
     limit = config.preference.limit(config.model.seq_length)
     header = reference_header(
-        model=model, weights=checksum, num_pairs=len(every.pairs), max_length=limit
+        model=model, weights=checksums, num_pairs=len(every.pairs), max_length=limit
     )
     file.write([header])
     totals = [0.0, 0.0]

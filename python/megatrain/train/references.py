@@ -6,7 +6,7 @@ from megacore.errors import DataError
 from megatrain.checkpoint.agreement import on_every_rank
 from megatrain.data.pairs import read_header, reference_path
 from megatrain.train.trainer import Trainer
-from megatrain.train.weight_stream import weights_checksum
+from megatrain.train.weight_stream import weights_checksums
 
 
 def check_references(trainer: Trainer) -> None:
@@ -22,13 +22,15 @@ def check_references(trainer: Trainer) -> None:
     preference = config.preference
     if not preference.needs_reference or preference.any_reference:
         return
-    ours = weights_checksum(trainer)
+    # As the run computes with them: frozen weights have no other format.
+    dtype = config.train.dtype
+    ours = weights_checksums(trainer)[dtype]
 
     def check() -> None:
         for source in (*config.data.training_sources, *config.data.validation):
             path = reference_path(source.path, preference)
             header = read_header(path)
-            if header["weights"] != ours:
+            if header["weights"][dtype] != ours:
                 raise DataError(
                     f"{path} has the log-probs of {header['model']}, whose weights differ from "
                     f"those of checkpoint.load_weights = {config.checkpoint.load_weights}; write "

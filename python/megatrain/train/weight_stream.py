@@ -47,6 +47,8 @@ from megatrain.train.gathered_parts import (
 from megatrain.train.trainer import Trainer
 
 WhichRanks = Literal["rank 0", "all"]
+# Whole numbers of the size of each format of `train.dtype`.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def stream_weights(
@@ -267,27 +269,33 @@ def _kept_files(config: ResolvedConfig) -> KeptFiles:
     return KeptFiles.of(config.data.tokenizer, run)
 
 
-def weights_checksum(trainer: Trainer) -> str:
-    """Return a checksum of the weights, equal for equal float32 weights in any layout. Collective.
+def weights_checksums(trainer: Trainer) -> dict[str, str]:
+    """Return a checksum of the weights in each format of ``train.dtype``. Collective.
 
-    It is the sum of their bits as whole numbers, each weight weighed by its position. Adapters
-    whose B is zero do not count, so that a run which starts from a model has its checksum.
+    It is the sum of their bits as whole numbers, each weight weighed by its position, and equal for
+    equal weights in any layout. A run whose frozen weights have 16 bits knows that format alone.
+    Adapters whose B is zero do not count, so that a run which starts from a model has its checksum.
 
     Sync:
         Waits for the device and for all ranks.
     """
     parts = GatheredParts(trainer, [*_base_pieces(trainer), *trainer.pieces()])
-    # Of the weights, and of adapters.
-    totals = torch.zeros(3, dtype=torch.int64, device=trainer.device)
+    num_formats = len(_BITS)
+    # Of the weights, of adapters, and the number of elements of B that are not zero.
+    totals = torch.zeros(2 * num_formats + 1, dtype=torch.int64, device=trainer.device)
     for name, values, flat in parts.own_values():
-        bits = values.float().view(torch.int32).to(torch.int64)
-        total = (bits * (2 * flat + 1 + 2 * zlib.crc32(name.encode()))).sum()
-        totals[int(is_adapter(name))] += total
+        weighing = 2 * flat + 1 + 2 * zlib.crc32(name.encode())
+        first = num_formats * is_adapter(name)
+        for number, (dtype, bits) in enumerate(_BITS.items(), start=first):
+            totals[number] += (values.to(dtype).view(bits).to(torch.int64) * weighing).sum()
         if name.endswith(".lora_b"):
-            totals[2] += values.count_nonzero()
+            totals[-1] += values.count_nonzero()
     all_reduce_(totals, trainer.groups.world)
-    weights, adapters, used = host_values.read(totals, "checksum")
-    return f"{(weights + (adapters if used else 0)) % (1 << 64):016x}"
+    *sums, used = host_values.read(totals, "checksums")
+    return {
+        str(dtype).removeprefix("torch."): f"{(whole + (added if used else 0)) % (1 << 64):016x}"
+        for dtype, whole, added in zip(_BITS, sums[:num_formats], sums[num_formats:], strict=True)
+    }
 
 
 def refresh_weights(
