@@ -55,9 +55,13 @@ def read_metadata(folder: Path, index: CheckpointIndex) -> Metadata:
 
 def index_of_metadata(metadata: Metadata) -> TensorIndex:
     """Convert checked metadata into columns."""
-    tensors = sorted(metadata.state_dict_metadata.items())
-    dtypes = sorted({_dtype_name(tensor) for _, tensor in tensors})
-    shapes = [tuple(tensor.size) for _, tensor in tensors]
+    tensors = [
+        (key, tensor)
+        for key, tensor in sorted(metadata.state_dict_metadata.items())
+        if isinstance(tensor, TensorStorageMetadata)
+    ]
+    names = [str(tensor.properties.dtype).removeprefix("torch.") for _, tensor in tensors]
+    dtypes = sorted(set(names))
     boxes = [
         (key, box)
         for key, tensor in tensors
@@ -68,8 +72,8 @@ def index_of_metadata(metadata: Metadata) -> TensorIndex:
     numbers = {name: number for number, name in enumerate(files)}
     of_tensors = tensor_columns(
         [key for key, _ in tensors],
-        [dtypes.index(_dtype_name(tensor)) for _, tensor in tensors],
-        shapes,
+        [dtypes.index(name) for name in names],
+        [tuple(tensor.size) for _, tensor in tensors],
     )
     num_dims = of_tensors["shapes"].shape[1]
     of_boxes = {
@@ -89,10 +93,6 @@ def index_of_metadata(metadata: Metadata) -> TensorIndex:
             **{name: np.array(column, np.int64) for name, column in of_boxes.items()},
         },
     )
-
-
-def _dtype_name(tensor: TensorStorageMetadata) -> str:
-    return str(tensor.properties.dtype).removeprefix("torch.")
 
 
 class _Record:

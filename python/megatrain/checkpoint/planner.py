@@ -17,7 +17,7 @@ from megacore.errors import CheckpointError
 from megatrain.checkpoint.archives import archive_of
 from megatrain.checkpoint.chunks import Chunk, ChunkId, Copies
 from megatrain.checkpoint.tensor_checks import check_tiling
-from megatrain.checkpoint.tensor_index import Numbers, TensorIndex, padded, tensor_columns
+from megatrain.checkpoint.tensor_index import Numbers, TensorIndex, padded, smallest, tensor_columns
 
 
 class HeldChunks:
@@ -153,9 +153,11 @@ def merge_boxes(ranks: Sequence[RankBoxes], files: Sequence[str]) -> TensorIndex
     """
     known: dict[str, tuple[str, tuple[int, ...]]] = {}
     for boxes in ranks:
-        for key, *about in zip(boxes.keys, boxes.dtypes, boxes.shapes, strict=True):
-            if known.setdefault(key, (about[0], about[1])) != tuple(about):
-                raise RuntimeError(f"{key} is {about} on one rank and {known[key]} on another")
+        for key, dtype, shape in zip(boxes.keys, boxes.dtypes, boxes.shapes, strict=True):
+            if known.setdefault(key, (dtype, shape)) != (dtype, shape):
+                raise RuntimeError(
+                    f"{key} is {dtype} {shape} on one rank and {known[key]} on another"
+                )
     keys = sorted(known)
     numbers = {key: number for number, key in enumerate(keys)}
     num_dims = max([1, *(boxes.offsets.shape[1] for boxes in ranks)])
@@ -174,8 +176,8 @@ def merge_boxes(ranks: Sequence[RankBoxes], files: Sequence[str]) -> TensorIndex
         for name, column, value in (("offsets", boxes.offsets, 0), ("sizes", boxes.sizes, 1)):
             more = np.full((len(column), num_dims - column.shape[1]), value)
             parts[name].append(np.hstack([column, more]))
-    columns = {name: np.concatenate(each) for name, each in parts.items()}
-    columns["files"] = of_files
+    columns = {name: smallest(np.concatenate(parts.pop(name))) for name in list(parts)}
+    columns["files"] = smallest(of_files)
     order = np.lexsort((*columns["offsets"].T[::-1], columns["tensors"]))
     columns = {name: column[order] for name, column in columns.items()}
     counts = np.bincount(columns.pop("tensors"), minlength=len(keys))

@@ -84,8 +84,7 @@ class _Batch:
 
 
 def _batches(index: TensorIndex) -> Iterator[_Batch]:
-    ends = index.columns["box_ends"].astype(np.int64)
-    counts, first = np.diff(ends, prepend=0), 0
+    ends, counts, first = index.columns["box_ends"], index.num_boxes_of_tensors(), 0
     while first < index.num_tensors:
         limit = index.first_box(first) + _BATCH
         end = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
@@ -127,7 +126,7 @@ def _check_tiling(index: TensorIndex, batch: _Batch) -> None:
     first, sizes = batch.of_boxes(index, "offsets"), batch.of_boxes(index, "sizes")
     whole = shapes[tensors]
     outside = (sizes < 1) | (first < 0) | (whole < 0) | (sizes > whole) | (first > whole - sizes)
-    if found := batch.first_where(index, outside.any(axis=1)):
+    if found := batch.first_where(index, np.any(outside, axis=1, keepdims=True)[:, 0]):
         raise _not_tiled(found[0])
     corners = [math.prod(extent + 1 for extent in shape) for shape in shapes.tolist()]
     if min(map(min, shapes.tolist()), default=0) < 0 or sum(corners) >= 1 << 62:

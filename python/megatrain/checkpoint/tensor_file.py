@@ -16,7 +16,7 @@ import numpy as np
 
 from megacore.errors import CheckpointError
 from megatrain.checkpoint.checked_files import ADVICE, FileSum, check_content, checked_file
-from megatrain.checkpoint.tensor_index import Numbers, TensorIndex, dtype_of
+from megatrain.checkpoint.tensor_index import Numbers, TensorIndex, dtype_of, smallest
 
 VERSION = 1
 _MAGIC = b"MEGATENS"
@@ -47,7 +47,7 @@ def write_tensor_index(path: Path, index: TensorIndex) -> FileSum:
     Raises:
         CheckpointError: If it cannot be written.
     """
-    columns = {name: _smallest(index.columns[name]) for name in _COLUMNS}
+    columns = {name: smallest(index.columns[name]) for name in _COLUMNS}
     described, at = {}, 0
     for name, column in columns.items():
         described[name] = {"dtype": column.dtype.str, "shape": list(column.shape), "at": at}
@@ -66,12 +66,6 @@ def write_tensor_index(path: Path, index: TensorIndex) -> FileSum:
         for column in columns.values():
             file.write(column.tobytes() + bytes(-column.nbytes % _ALIGNMENT))
     return file.sum
-
-
-def _smallest(column: Numbers) -> Numbers:
-    """Convert integers of at least 0 to the smallest unsigned dtype."""
-    dtype = np.min_scalar_type(int(column.max()) if column.size else 0)
-    return column.astype(dtype.newbyteorder("<"))
 
 
 def read_tensor_index(path: Path, expected: FileSum, *, mapped: bool) -> TensorIndex:

@@ -169,6 +169,12 @@ class TensorIndex:
         """Return the number of the first box of a tensor; that of the end for the end."""
         return int(self.columns["box_ends"][number - 1]) if number else 0
 
+    def num_boxes_of_tensors(self) -> Numbers:
+        """Return the number of boxes of each tensor, int64."""
+        ends: Numbers = self.columns["box_ends"].astype(np.int64)
+        counts: Numbers = ends - np.concatenate([[0], ends[:-1]])
+        return counts
+
     def raw_key(self, number: int) -> bytes:
         """Return the name of a tensor in UTF-8."""
         ends = self.columns["name_ends"]
@@ -212,3 +218,9 @@ def padded(rows: Sequence[Sequence[int]], num_dims: int, value: int) -> Numbers:
     """Build a column of rows of at most ``num_dims`` integers; a value follows shorter ones."""
     padded = [[*row, *[value] * (num_dims - len(row))] for row in rows]
     return np.array(padded, np.int64).reshape(len(rows), num_dims)
+
+
+def smallest(column: Numbers) -> Numbers:
+    """Convert integers of at least 0 to the smallest unsigned dtype, little-endian."""
+    dtype = np.min_scalar_type(int(column.max()) if column.size else 0)
+    return column.astype(dtype.newbyteorder("<"), copy=False)

@@ -92,7 +92,7 @@ class _Kind:
         self._dims = dims
         chosen = (columns["num_dims"] == dims) & (columns["dtypes"] == dtype)
         self._tensors = np.flatnonzero(chosen)
-        counts = np.diff(columns["box_ends"].astype(np.int64), prepend=0)
+        counts = index.num_boxes_of_tensors()
         self._counts = counts[self._tensors]
         self._of_boxes = np.repeat(np.arange(len(counts)), counts)
         self._boxes = np.flatnonzero(chosen[self._of_boxes])

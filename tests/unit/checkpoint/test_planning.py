@@ -138,5 +138,5 @@ def test_ranks_that_would_write_an_element_twice_or_never_are_our_own_bug() -> N
     both = [boxes_of([_chunk("w", 4, alone)])] * 2
     with pytest.raises(RuntimeError, match="the boxes of w do not cover its shape"):
         merge_boxes(both, ["a", "b"])
-    with pytest.raises(RuntimeError, match="w is .* on one rank and .* on another"):
+    with pytest.raises(RuntimeError, match=r"w is .* on one rank and .* on another"):
         merge_boxes([both[0], boxes_of([_chunk("w", 5, alone)])], ["a", "b"])

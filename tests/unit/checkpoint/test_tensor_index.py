@@ -239,7 +239,7 @@ def test_the_pickle_for_torch_holds_what_torch_would_write(
 
 def _changed(index: TensorIndex, column: str, row: int, value: int) -> TensorIndex:
     columns = dict(index.columns)
-    columns[column] = columns[column].copy()
+    columns[column] = columns[column].astype(np.int64)
     columns[column][row] = value
     return TensorIndex(dtypes=index.dtypes, files=index.files, columns=columns)
 
