@@ -31,6 +31,7 @@ def rank_context(rank: int, world_size: int) -> Any:
     return SimpleNamespace(
         rank=rank,
         world_size=world_size,
+        local_world_size=world_size,
         device=torch.device("cpu"),
         launched_by="megacore",
         restarts=0,

@@ -8,6 +8,7 @@ updates ``latest``. An error on one rank is raised on all ranks, so no rank bloc
 
 from __future__ import annotations
 
+from megatrain.checkpoint.background import choose_background
 from megatrain.checkpoint.find import FoundCheckpoint, find_checkpoint, resolve_checkpoint
 from megatrain.checkpoint.format import CheckpointIndex, TrainState, read_index
 from megatrain.checkpoint.load import StoredWeights, load_checkpoint, load_full_weights
@@ -21,6 +22,7 @@ __all__ = [
     "StoredWeights",
     "TrainState",
     "check_checkpoint_folder",
+    "choose_background",
     "find_checkpoint",
     "load_checkpoint",
     "load_full_weights",

@@ -9,11 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.optim import ParamPiece
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.host.shared_memory import meminfo
 from megacore.parallel.process_groups import ProcessGroups
-from megatrain.checkpoint.agreement import PATIENCE
-from megatrain.checkpoint.chunks import Chunk, ChunkId
-from megatrain.checkpoint.planner import HeldChunks
+from megatrain.checkpoint.agreement import PATIENCE, gather_results, on_rank_0
+from megatrain.checkpoint.chunks import Chunk, ChunkId, chunks_of
+from megatrain.checkpoint.planner import HeldChunks, written_chunks
+
+# A rank that writes more saves in the background by default.
+MIN_BACKGROUND_BYTES = 1 << 30
 
 
 def background_groups(groups: ProcessGroups) -> ProcessGroups:
@@ -43,6 +48,42 @@ def background_groups(groups: ProcessGroups) -> ProcessGroups:
     # uses the store, because two threads could deadlock.
     all_gather_objects(None, world)
     return replace(groups, world=world)
+
+
+def choose_background(
+    pieces: Sequence[ParamPiece], groups: ProcessGroups, *, ranks_per_host: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Decide whether saves run in the background: a save of little data is not worth the copies.
+
+    Collective.
+
+    Args:
+        pieces: Pieces of this rank.
+        groups: Process groups of this rank.
+        ranks_per_host: Ranks of this host, each with a copy of what it writes.
+
+    Returns:
+        The same decision on every rank; a note if the memory of a host decided.
+    """
+    own = [piece for piece in pieces if not piece.info.is_shared_copy]
+    num_bytes = sum(chunk.tensor.nbytes for chunk in written_chunks(chunks_of(own, groups)))
+    available = meminfo().get("MemAvailable", 0)
+    found = gather_results(lambda: (num_bytes, num_bytes * ranks_per_host, available), groups)
+
+    def decide() -> tuple[bool, tuple[str, ...]]:
+        if max(num_bytes for num_bytes, _, _ in found) <= MIN_BACKGROUND_BYTES:
+            return False, ()
+        for rank, (_, copies, available) in enumerate(found):
+            if 2 * copies > available:
+                return False, (
+                    f"checkpoints are written while training waits: copies of {copies / 1e9:,.1f} "
+                    f"GB would take more than half of the {available / 1e9:,.1f} GB of memory "
+                    f"available on the host of rank {rank}; checkpoint.async = true makes them "
+                    "anyway",
+                )
+        return True, ()
+
+    return on_rank_0(decide, groups)
 
 
 class Staging:

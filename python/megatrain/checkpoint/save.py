@@ -155,6 +155,11 @@ class CheckpointSaver:
         return None if task is None else self._judge(task.result)
 
     @property
+    def in_background(self) -> bool:
+        """True if `save` returns before the checkpoint is written."""
+        return self._staging is not None
+
+    @property
     def is_idle(self) -> bool:
         """True if no background save is in flight on this rank."""
         return self._task is None

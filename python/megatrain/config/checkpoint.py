@@ -29,10 +29,12 @@ class CheckpointConfig(Section):
         "set.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints that are kept.")
-    in_background: bool = Field(
-        default=False,
+    in_background: bool | Literal["auto"] = Field(
+        default="auto",
         alias="async",
-        description="Copy the state to host memory and continue training while it is written.",
+        description="Copy the state to host memory and continue training while it is written; "
+        "`auto` does so where a rank writes more than 1 GiB and the copies of a host's ranks take "
+        "at most half of its available memory.",
     )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
@@ -77,6 +79,13 @@ class CheckpointConfig(Section):
             (0.0, 1800.0)
         """
         return duration_s(self.interval_time) if self.interval is None else 0.0
+
+    @field_validator("in_background", mode="before")
+    @classmethod
+    def _check_background(cls, value: object) -> object:
+        if isinstance(value, bool) or value in ("auto", "true", "false"):
+            return value
+        raise ValueError('expected true, false or "auto"')
 
     @field_validator("interval_time")
     @classmethod

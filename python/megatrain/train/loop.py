@@ -15,14 +15,13 @@ from types import MappingProxyType
 
 import torch
 
-from megacore.errors import CheckpointError, DiskFullError, DivergedError
+from megacore.errors import CheckpointError, DivergedError
 from megacore.parallel.collectives import barrier
 from megacore.pipeline import ActionRecorder
 from megatrain.checkpoint import (
     CheckpointSaver,
     FoundCheckpoint,
     TrainState,
-    check_checkpoint_folder,
     find_checkpoint,
 )
 from megatrain.checkpoint.model_files import (
@@ -51,6 +50,7 @@ from megatrain.train.profiling import StepProfiler
 from megatrain.train.references import check_references
 from megatrain.train.results import run_info, write_results
 from megatrain.train.resume import resume_run, run_state
+from megatrain.train.saver import check_room_to_save, make_saver
 from megatrain.train.step import Evaluation, StepMetrics
 from megatrain.train.trainer import Trainer, build_trainer
 from megatrain.train.trainer_parts import make_groups
@@ -106,8 +106,11 @@ def train(config: ResolvedConfig, context: RankContext) -> int:
             save_interval_s=config.checkpoint.interval_s,
             started=started,
         )
-        saver = _make_saver(trainer) if config.checkpoint.saves else None
-        notes = () if saver is None else _check_room_to_save(trainer, saver)
+        saver: CheckpointSaver | None = None
+        notes: tuple[str, ...] = ()
+        if config.checkpoint.saves:
+            saver, notes = make_saver(trainer, ranks_per_host=context.local_world_size)
+            notes += check_room_to_save(trainer, saver)
         trainer, start, of_state = _load_state(trainer, found, control, callbacks)
         # Last, after all checks, so that a failed start does not move earlier results.
         moved = move_aside(run_dir, config.checkpoint, found.path, trainer.groups)
@@ -167,35 +170,6 @@ def _exit_code(context: RankContext, stopped: str | None, *, is_saved: bool) -> 
         return 128 + (context.stop.signal or signal.SIGTERM)
     # torchrun takes any other code for a failure, and restarts the ranks.
     return 0 if context.launched_by == "torchrun" else STOPPED_EARLY
-
-
-def _make_saver(trainer: Trainer) -> CheckpointSaver:
-    config = trainer.config
-    return CheckpointSaver(
-        config.checkpoint.dir,
-        trainer.pieces,
-        groups=trainer.groups,
-        config=config.model_dump(),
-        keep=config.checkpoint.keep,
-        in_background=config.checkpoint.in_background,
-        tolerant=config.checkpoint.on_failure == "continue",
-    )
-
-
-def _check_room_to_save(trainer: Trainer, saver: CheckpointSaver) -> tuple[str, ...]:
-    """Check that checkpoints can be written; returns a note on a tolerated lack of disk space.
-
-    A full disk may have space again at the first checkpoint. An unwritable folder is an error
-    regardless of ``checkpoint.on_failure``.
-    """
-    settings = trainer.config.checkpoint
-    try:
-        check_checkpoint_folder(settings.dir, num_bytes=saver.num_bytes(), groups=trainer.groups)
-    except DiskFullError as error:
-        if settings.on_failure == "stop":
-            raise
-        return (f"checkpoints cannot be saved now: {error}",)
-    return ()
 
 
 class _Run:
@@ -527,7 +501,7 @@ class _Run:
         # The former checkpoint may be the last good one, if this update made the weights useless.
         failure = self._saver.save(state, keep_all=True)
         self._note_failure(failure)
-        if self._config.checkpoint.in_background:
+        if self._saver.in_background:
             self._save_failure = None  # it was that of the former save
         self._control.note_saved()
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.errors import CheckpointError
 from megacore.optim import ParamPiece
 from megacore.parallel.param_info import ParamInfo
-from megacore.parallel.process_groups import ProcessGroups
-from megatrain.checkpoint import CheckpointSaver, TrainState, find_checkpoint, load_checkpoint
+from megacore.parallel.process_groups import Group, ProcessGroups
+from megatrain.checkpoint import (
+    CheckpointSaver,
+    TrainState,
+    choose_background,
+    find_checkpoint,
+    load_checkpoint,
+)
 from megatrain.checkpoint import save as save_module
-from tests.support.checkpoints import make_pieces
+from tests.support.checkpoints import ThreadWorld, make_pieces
 
 GROUPS = ProcessGroups.single()
 WEIGHT = ParamInfo(name="layers.0.w", full_shape=(16, 16), tp_dim=0)
@@ -213,3 +220,37 @@ def test_other_ranges_than_planned_are_our_own_bug(
     pieces[:] = make_pieces([WEIGHT], tp=(0, 1), dp=(0, 2))
     with pytest.raises(RuntimeError, match="holds other ranges than when saving was planned"):
         saver.save(_state(2))
+
+
+def _decide(
+    monkeypatch: pytest.MonkeyPatch, numels: Sequence[int], *, ranks_per_host: int = 1
+) -> tuple[bool, tuple[str, ...]]:
+    """What ranks with so many float32 values to write choose; all choose the same."""
+
+    def choose(groups: ProcessGroups) -> tuple[bool, tuple[str, ...]]:
+        numel = numels[groups.rank]
+        info = ParamInfo(name=f"w{groups.rank}", full_shape=(numel,), tp_dim=None)
+        values = {"main_param": torch.empty(numel, device="meta")}
+        piece = ParamPiece(info=info, start=0, end=numel, tensors=values, holders=Group.solo())
+        return choose_background([piece], groups, ranks_per_host=ranks_per_host)
+
+    world = ThreadWorld(monkeypatch, tp=1, dp=len(numels))
+    [found] = set(world.run(choose))
+    return found
+
+
+def test_saves_of_much_data_run_in_the_background_where_the_hosts_have_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gib = (1 << 30) // 4
+    memory = {"MemAvailable": 10 << 30}
+    monkeypatch.setattr("megatrain.checkpoint.background.meminfo", lambda: memory)
+    assert _decide(monkeypatch, [gib, gib]) == (False, ())
+    assert _decide(monkeypatch, [gib, gib + 1]) == (True, ())
+    assert _decide(monkeypatch, [100, 5 * gib]) == (True, ())
+    large, notes = _decide(monkeypatch, [100, 3 * gib], ranks_per_host=2)
+    assert (large, len(notes)) == (False, 1)
+    assert notes[0].startswith(
+        "checkpoints are written while training waits: copies of 6.4 GB would take more than half "
+        "of the 10.7 GB of memory available on the host of rank 1; checkpoint.async = true"
+    )
