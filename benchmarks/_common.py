@@ -25,11 +25,16 @@ def options(doc: str | None, **kwargs: Any) -> argparse.ArgumentParser:
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Name of the processor, and its family: "AMD EPYC" has no number on rented machines."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    known = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    if "model name" not in known:
+        return platform.processor() or platform.machine()
+    family = f" (family {known['cpu family']})" if "cpu family" in known else ""
+    return f"{known['model name']}{family}"
 
 
 def facts(*packages: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Training steps of megacore beside its peers, as living processes that take turns.
 
-    make bench-peers [BENCH_ARGS="--rounds 10 --record"]
+    make bench-peers [BENCH_ARGS="--rounds 10 --record"] [MEGACORE_AVX512=OFF]
 
 Each contestant is a world of processes that stays alive and waits for its turn, so a busy moment of
 the machine hits all of them. A turn is several steps in a row, as training makes them. The first
@@ -12,6 +12,9 @@ which the median and the quartiles are shown. ``ratio`` is peer / megacore: abov
 faster. ``foreign`` is the number of cores that other work took meanwhile. `make` installs the peers
 into ``build/peers``; megacore's environment is not changed. ``--record`` appends a row to
 ``benchmarks/history.jsonl``.
+
+A build of megacore without kernels for AVX-512, on a processor that has it, holds all libraries to
+AVX2 (`AVX2_ONLY`), and the record says so.
 """
 
 from __future__ import annotations
@@ -33,6 +36,13 @@ from _peer_steps import DENSE, NARROW, STEPS, Shape, Step
 HERE = Path(__file__).parent
 # A turn in which the steps that count have taken this long is over.
 LONGEST_TURN_S = 2.0
+# Environment that holds oneDNN, MKL, torch's own kernels and those that it compiles to AVX2.
+AVX2_ONLY = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +226,17 @@ def vector_width() -> str:
     return next((name for flag, name in names.items() if flag in flags), "no AVX2")
 
 
+def hold_to_build() -> str:
+    """Hold the contestants to the vectors of megacore's build; returns which those are."""
+    from megacore import _core
+
+    width = vector_width()
+    if width == "AVX-512" and _core.vector_bits() < 512:
+        os.environ.update(AVX2_ONLY)
+        return "AVX2 only, by all libraries; the processor has AVX-512"
+    return width
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines, work = [], ""
     for row in rows:
@@ -263,12 +284,13 @@ def main() -> None:
         parser.error(f"--peer-python {args.peer_python} does not exist; run `make bench-peers`")
     if args.steps < 2:
         parser.error(f"--steps must be at least 2, got {args.steps}: the first does not count")
+    vectors = hold_to_build()
     works = [work for work in WORKS if args.only in work.name]
     rows = [
         row for work in works for row in compare(work, args.rounds, args.steps, args.peer_python)
     ]
-    known = {**facts("torch"), "vectors": vector_width()}
-    finish([f"{header('torch')}; {vector_width()}", table(rows).lstrip()], args.out)
+    known = {**facts("torch"), "vectors": vectors}
+    finish([f"{header('torch')}; {vectors}", table(rows).lstrip()], args.out)
     if args.record:
         record(rows, known, HERE / "history.jsonl")
 
