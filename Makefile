@@ -1,6 +1,7 @@
 # make demo      sets everything up and trains a small GPT with experts on four processes of this machine
 # make test      sets everything up and runs the tests (GPU tests are skipped where there is no GPU)
 # make test-all  the same, then C++ under sanitizers and the campaigns: complete matrices, many kills
+# make test-aarch64  builds the C++ core for 64-bit Arm and runs its tests in an emulator (see CONTRIBUTING.md)
 # make build     editable install for development
 # make cuda      installs with the CUDA kernels, GPU or not, and tests what can be tested without a GPU
 # make gpu-bundle  makes build/gpu-bundle, all that scripts/gpu_check.sh needs on a machine with a GPU and no network
@@ -13,6 +14,7 @@
 # PIP_ARGS is passed to every pip call, e.g. to take torch's small CPU build on Linux:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # MEGACORE_CUDA=ON|OFF|AUTO and MEGACORE_CUDA_ARCHS=90a,100a choose the device code; AUTO: for the GPUs at hand.
+# MEGACORE_AVX512=OFF leaves out kernels for AVX-512; bench-peers then holds all libraries to AVX2.
 # WERROR=ON makes compiler warnings of the extension errors, as continuous integration does.
 
 SHELL := /bin/bash
@@ -25,6 +27,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 WERROR ?=
 export MEGACORE_CUDA ?= AUTO
 export MEGACORE_CUDA_ARCHS ?=
+export MEGACORE_AVX512 ?= ON
 PROGRESS := $(PYTHON) scripts/progress.py
 # For all installs alike: with other settings one would compile again what another has compiled.
 INSTALL := $(PROGRESS) "Compiling and installing megacore" build/install.log \
@@ -35,7 +38,7 @@ SOURCES := $(shell find cpp cuda cmake third_party python -type f \
     -not -path '*/__pycache__/*' 2>/dev/null) CMakeLists.txt pyproject.toml VERSION
 CPP_FILES := $(shell find cpp cuda tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-cpp test-python test-asan test-campaigns build install cuda gpu-bundle docs lint lint-quick fmt bench bench-peers clean help
+.PHONY: demo test test-all test-cpp test-python test-asan test-aarch64 test-campaigns build install cuda gpu-bundle docs lint lint-quick fmt bench bench-peers clean help
 
 help:
 	@sed -n '1,/^$$/p' Makefile
@@ -58,7 +61,7 @@ $(VENV)/.tools: $(VENV)/.base
 	@touch $@
 
 # What the last install was made of: other settings, or a file more or less, are another install.
-SETTINGS = $(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(WERROR) $(shell echo $(sort $(SOURCES)) | cksum)
+SETTINGS = $(MEGACORE_CUDA) $(MEGACORE_CUDA_ARCHS) $(MEGACORE_AVX512) $(WERROR) $(shell echo $(sort $(SOURCES)) | cksum)
 $(VENV)/.settings: FORCE
 	@mkdir -p $(VENV)
 	@echo "$(SETTINGS)" | cmp -s - $@ || echo "$(SETTINGS)" > $@
@@ -94,6 +97,9 @@ test-cpp: $(VENV)/.tools
 
 test-asan: $(VENV)/.tools
 	$(call run-cpp-tests,asan,C++ tests under sanitizers)
+
+test-aarch64: $(VENV)/.tools
+	$(call run-cpp-tests,aarch64,C++ tests for 64-bit Arm)
 
 define run-cpp-tests
 @$(PROGRESS) "Configuring the $(2)" build/cmake-$(1).log $(BIN)/cmake --preset $(1) -Wno-dev

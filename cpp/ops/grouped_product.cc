@@ -105,9 +105,9 @@ Tensor grouped_product(Tensor a,
   moe::GroupedShape shape = checked_shape(a, b, m_splits, product, out, accumulate);
   const int64_t first = checked_first_row(first_row, shape.num_rows);
   const int64_t n = shape.out_features, k = shape.in_features;
-  const int32_t dtype = a.dtype();
+  const int32_t dtype = a.dtype(), dtype_of_b = b.dtype();
   a = contiguous(std::move(a), product_dtype(dtype));
-  b = contiguous(std::move(b), product_dtype(b.dtype()));
+  b = contiguous(std::move(b), product_dtype(dtype_of_b));
   m_splits = contiguous(std::move(m_splits));
   const int64_t width = product == kForward ? n : k;
   const Tensor* partly = clear_padding ? nullptr : &a;

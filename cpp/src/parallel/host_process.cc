@@ -31,11 +31,13 @@ std::string read_file(const char* path) {
   return size > 0 ? std::string(buffer.data(), static_cast<size_t>(size)) : "";
 }
 
-// What /proc/<pid>/stat says. Its second field, the program's name in parentheses, may itself hold
-// spaces and parentheses; the state is field 3 and the start time field 22, see proc(5).
+// State and start of a process, from the file of its first thread: emulators of other processors
+// give each thread a start of its own in /proc/<pid>/stat. The second field, the program's name in
+// parentheses, may itself hold spaces and parentheses; the state is field 3 and the start time
+// field 22, see proc(5).
 std::optional<ProcessState> state_of(int32_t pid) {
-  std::array<char, 32> path;
-  std::snprintf(path.data(), path.size(), "/proc/%d/stat", pid);
+  std::array<char, 48> path;
+  std::snprintf(path.data(), path.size(), "/proc/%d/task/%d/stat", pid, pid);
   const std::string text = read_file(path.data());
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) {

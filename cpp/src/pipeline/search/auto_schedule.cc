@@ -149,12 +149,14 @@ class Portfolio {
     offer(scheduler.orders(), makespan, name);
   }
 
-  void offer_core(Orders orders, double makespan, const std::string& name) {
-    if (is_core_whole()) return offer(std::move(orders), makespan, name);
+  void offer_core(Orders orders, double core_makespan, const std::string& name) {
+    if (is_core_whole()) return offer(std::move(orders), core_makespan, name);
     core_timer_.makespan(orders);
     std::optional<Orders> longer = unroll(orders, core_timer_.starts(), core_, instance_);
     if (!longer) return;
-    offer(std::move(*longer), timer_.makespan(*longer), "cyclic_search, " + name);
+    // Not in one call with the move: compilers differ in which argument they evaluate first.
+    const double makespan = timer_.makespan(*longer);
+    offer(std::move(*longer), makespan, "cyclic_search, " + name);
   }
 
   // Looks at all orders, if they are few enough.
