@@ -109,6 +109,21 @@ def test_adapters_start_anew_from_those_of_a_run(folder: Path) -> None:
     assert records(folder / "third") != records(folder / "second")
 
 
+def test_checkpoints_hold_frozen_adapters_too(folder: Path) -> None:
+    run_folder(0, 1, folder, adapted(folder, train__steps=1))
+    group = {"pattern": "*.lora_a", "optimizer": "none"}
+    changes = {**adapted(folder), "optimizer.groups": [group], "checkpoint.resume": "auto"}
+    run_folder(0, 1, folder, {**changes, "train.steps": 2})
+    run_folder(0, 1, folder, {**changes, "train.steps": 3})
+    first, last = (
+        load_full_weights(folder / "run" / "checkpoints" / f"step_0000000{n}")[1] for n in (1, 3)
+    )
+    assert first.keys() == last.keys()
+    for name, value in last.items():
+        assert torch.equal(value, first[name]) == name.endswith("lora_a"), name
+    assert main(["eval", str(folder / "run")]) == 0
+
+
 def test_adapters_of_another_base_are_refused(folder: Path) -> None:
     run_folder(0, 1, folder, adapted(folder, train__steps=1))
     run_folder(0, 1, folder, {"run.dir": str(folder / "other"), "train.seed": 7, "train.steps": 1})

@@ -99,9 +99,10 @@ def _export_adapter(args: argparse.Namespace) -> int:
         family=args.family,
         averaged=args.ema,
     )
+    base = done.config["base_model_name_or_path"]
     print(
         f"{done.checkpoint}: {done.num_params:,} parameters in adapters of rank "
-        f"{done.config['r']} of {done.config['base_model_name_or_path']}: {args.folder}"
+        f"{done.config['r']}{'' if base is None else f' of {base}'}: {args.folder}"
     )
     for note in done.notes:
         print(f"note: {note}")

@@ -22,6 +22,7 @@ from megacore.optim import (
     ParamPiece,
     WeightAverage,
 )
+from megacore.optim.param_group import group_of
 from megacore.parallel import ProcessGroups
 from megacore.parallel.batch import Microbatch
 from megacore.parallel.param_info import ParamInfo
@@ -137,12 +138,18 @@ class Trainer:
     def pieces(self) -> list[ParamPiece]:
         """List all checkpointed state of this rank, as views to save from or load into.
 
-        With adapters, weights that never change are left out; see `weights`.
+        With adapters, the weights of their base are left out; see `weights`.
         """
         averages = [] if self.average is None else self.average.pieces()
         trained = [*self.optimizer.pieces(), *averages]
         if self.config.lora.is_on:
-            fixed = [piece for piece in self.frozen.pieces() if is_adapter(piece.info.name)]
+            of_base = self.config.lora.param_groups()
+            # Adapters that a group freezes are not in the base.
+            fixed = [
+                piece
+                for piece in self.frozen.pieces()
+                if not group_of(piece.info.name, of_base).frozen
+            ]
             buffers = (chunk.trained_buffer_infos() for chunk in self.chunks)
             return [*trained, *fixed, *_buffer_pieces(buffers)]
         buffers = (chunk.buffer_infos() for chunk in self.chunks)
