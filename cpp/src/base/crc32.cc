@@ -163,8 +163,8 @@ uint32_t crc32(std::span<const std::byte> data, uint32_t crc) {
   uint32_t state = ~crc;
 #if defined(__x86_64__)
   static const bool kHas128 = has_fast_crc32();
-  static const bool kHas512 = kHas128 && vector_bits() == 512 &&
-                              __builtin_cpu_supports("vpclmulqdq") != 0;
+  static const bool kHas512 =
+      kHas128 && vector_bits() == 512 && __builtin_cpu_supports("vpclmulqdq") != 0;
   if (kHas512 && size >= 256) {
     state = update_512(at, size, state);
   }
