@@ -56,7 +56,7 @@ class RunConfig(Section):
     torch_operations: list[str] = Field(
         default=[],
         description="Operations that torch computes in any case, by the names that `megacore "
-        "doctor --kernels` lists.",
+        "doctor --kernels` lists, or their first words, as in `linear.float32`.",
     )
     stop_after: str | None = Field(
         default=None,
