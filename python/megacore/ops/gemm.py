@@ -145,7 +145,8 @@ def _split(accumulate: bool | Tensor, w: Tensor) -> tuple[bool, Tensor | None]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, w, m_splits, main_grad, accumulate, accumulate_mask, *hints = inputs
-    ctx.save_for_backward(x, w, m_splits)
+    # Only the gradient of the weights needs the rows.
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w, m_splits)
     # Not saved by autograd: other backward passes write to it in the meantime.
     ctx.main_grad, ctx.accumulate, ctx.mask = main_grad, accumulate, accumulate_mask
     ctx.clear_padding, ctx.expected_rows = hints

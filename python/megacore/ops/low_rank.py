@@ -180,9 +180,11 @@ class _AddLowRank(torch.autograd.Function):
         inner_MR = rows.to(wide) @ _joined_a(a).t()
         ctx.save_for_backward(rows, inner_MR, *factors)
         ctx.parts, ctx.scale = parts, scale
-        sums = y.reshape(-1, y.shape[-1]).to(wide)
-        result = torch.addmm(sums, inner_MR, parts.joined(b).t(), alpha=scale)
-        return result.to(y.dtype).view(y.shape)
+        sums, factor = y.reshape(-1, y.shape[-1]), parts.joined(b).t()
+        if y.dtype == wide:
+            return torch.addmm(sums, inner_MR, factor, alpha=scale).view(y.shape)
+        # A copy in the wide format, which takes the sum.
+        return sums.to(wide).addmm_(inner_MR, factor, alpha=scale).to(y.dtype).view(y.shape)
 
     @staticmethod
     @once_differentiable

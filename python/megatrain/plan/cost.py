@@ -6,11 +6,15 @@ regions a rank has ``1 / tp`` of them with sequence parallelism. Times are secon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import comb
 
+from megatrain.plan.adapters import WIDE, AdapterShape
 from megatrain.plan.device import Device
+from megatrain.plan.link import link
 from megatrain.plan.spec import ModelSpec, RunSpec, loss_columns
+from megatrain.plan.updates import UpdatedPart
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Cost:
         """
         found = Cost()
         for kind, (forward, backward, weight) in self.kinds.items():
-            share = experts if kind == "experts" else dense
+            share = experts if kind in ("experts", "clones") else dense
             found.add(kind, forward, backward * has_backward, weight * share * has_backward)
         return found
 
@@ -80,46 +84,6 @@ class Cost:
         return sum(map(sum, self.kinds.values()))
 
 
-@dataclass(frozen=True)
-class Link:
-    """Ring of a group: bandwidth and latency of each step of one exchange.
-
-    Attributes:
-        size: Ranks of the group.
-        inside: Ranks of the group in one domain of fast links.
-    """
-
-    size: int
-    inside: int
-    bandwidth: float
-    latency: float
-
-    def ring(self, num_bytes: float, count: float = 1) -> float:
-        """Return the time of ``count`` all-gathers or reduce-scatters of so many bytes in all."""
-        if self.size == 1 or num_bytes == 0:
-            return 0.0
-        return num_bytes * (self.size - 1) / self.size / self.bandwidth + count * self.latency
-
-    @property
-    def nodes(self) -> int:
-        """Number of domains that the group spans."""
-        return self.size // self.inside
-
-
-def link(device: Device, size: int, stride: int) -> Link:
-    """Describe the links of a group of ``size`` ranks at a distance of ``stride``."""
-    inside = min(size, max(1, device.link_domain // stride))
-    while size % inside:
-        inside -= 1
-    nvlink = device.link_nvlink * device.link_nvlink_efficiency
-    latency = device.link_nvlink_us * 1e-6
-    if inside == size:
-        return Link(size, inside, nvlink, latency)
-    nic = inside * device.link_nic * device.link_nic_efficiency
-    hops = (size - 1) * device.link_nic_us * 1e-6
-    return Link(size, inside, min(nvlink, nic), latency + hops)
-
-
 class LayerCosts:
     """Costs of the layers, the embedding and the output layer of a run, for one microbatch."""
 
@@ -133,11 +97,13 @@ class LayerCosts:
         is_fp32 = spec.precision == "fp32"
         rate = device.memory_bound_layer_fp32 if is_fp32 else device.memory_bound_layer
         self.element_rate = rate / (2 if is_fp32 else 1)  # sizes below are those of 16 bits
+        self.byte_rate = self.bandwidth * rate
         self.at = spec.strides
         self.shares_host = device.host_waits > 0 and spec.gpus > 1
         self.tp_link = link(device, spec.tp, self.at["tp"])
         kinds = set(model.moe_layers)
         self.by_kind = {moe: self._layer(moe=moe) for moe in kinds}
+        self._adapted: dict[tuple[UpdatedPart, bool], Cost] = {}
         self.logits_again = 0.0  # in the second half of a split backward pass
         self.head = self._head()
         self.embedding = Cost()
@@ -160,11 +126,63 @@ class LayerCosts:
             return cost
         part, is_below = updates.layers[index], index < updates.first_trained
         has_backward = not (is_first_stage and is_below) or self.spec.graphs != "off"
-        if part.dense == part.experts == 1.0 and has_backward:
+        if part.weights < 1.0 or not has_backward:
+            cost = cost.trained(part.dense, part.experts, has_backward=has_backward)
+        if not part.adapters:
             return cost
-        return cost.trained(part.dense, part.experts, has_backward=has_backward)
+        key = part, has_backward
+        if key not in self._adapted:
+            self._adapted[key] = whole = Cost()
+            whole.plus(cost)
+            whole.plus(self._adapters(part.adapters))
+        return self._adapted[key]
 
     # ---- parts ----
+
+    def _adapters(self, adapters: Sequence[AdapterShape]) -> Cost:
+        """Price the adapters of a layer: their products, conversions and sums."""
+        spec, experts, width = self.spec, self.model.moe, self.spec.width
+        rows = self.tokens / spec.tp * experts.top_k * spec.etp * spec.load(experts.num_experts)
+        cost = Cost()
+        for each in adapters:
+            inputs, outputs = each.sizes(spec)
+            count, wide, convert = 1.0, WIDE, WIDE + width if width != WIDE else 0
+            tokens = self.tokens if each.splits_inputs or each.splits_outputs else self.local
+            if each.experts:
+                count, wide, convert = each.experts / spec.ep + spec.clones, width, 0
+                tokens = rows
+            once = self._thin(tokens, each.rank, inputs, wide, count)
+            once += self._thin(tokens, outputs, each.rank, wide, count)
+            cost.add("adapters", once, once, once)
+            # Conversions to float32 and back, and the sums with the result and the gradient.
+            forward = convert * inputs + (2 * convert + 2 * wide) * outputs
+            backward = convert * (inputs + outputs) + 3 * width * inputs
+            if each.has_norms:
+                # The sum of weight and adapter, its norms, and the factor on the result.
+                cost.add("adapters", self._thin(outputs, inputs, each.rank, WIDE, 1.0))
+                cost.add("adapters", (7 * WIDE + width) * inputs * outputs / self.byte_rate)
+                forward += 2 * (WIDE + width) * outputs
+                backward += 3 * (WIDE + width) * outputs
+            moved = (forward, backward, convert * inputs)
+            cost.add("adapters", *(tokens * size / self.byte_rate for size in moved))
+        if "layer" in spec.recompute:
+            cost.add("recompute", 0.0, cost.forward)
+        self._contend(cost)
+        return cost
+
+    def _thin(self, m: float, n: float, k: float, width: int, count: float) -> float:
+        """Price a product of which one dimension is a rank, so that memory limits it.
+
+        Args:
+            m: Rows.
+            n: Columns.
+            k: Summed elements.
+            width: Bytes of a number.
+            count: Matrices ``(n, k)``, among which the rows are divided.
+        """
+        peak = self.device.peak("fp32" if width == WIDE else "bf16")
+        moved = width * (m * n + count * n * k + m * k) / self.byte_rate
+        return max(2 * m * n * k / peak, moved) + self.device.gemm_launch_us * 1e-6
 
     def _layer(self, *, moe: bool) -> Cost:
         spec, device = self.spec, self.device
@@ -193,13 +211,18 @@ class LayerCosts:
         cost.add("recompute", 0.0, share * again.forward)
         floor = self._floor(moe)
         cost.stretch("host", cost.total + floor if device.host_waits else floor)
+        self._contend(cost)
+        return cost
+
+    def _contend(self, cost: Cost) -> None:
+        """Lengthen the passes if exchanges take a part of the device."""
+        spec = self.spec
         if (
             spec.overlap & {"tp", "ep"}
             or ("dp" in spec.overlap and spec.zero == 3)
             or self.shares_host
         ):
-            cost.stretch("contention", cost.total * (1 + device.contention_share))
-        return cost
+            cost.stretch("contention", cost.total * (1 + self.device.contention_share))
 
     def _attention_block(self) -> Cost:
         model = self.model

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from megacore.pipeline import ActionKind
 from megatrain.config.pipeline import SEARCHED
+from megatrain.plan.adapters import WIDE, adapter_params, adding_bytes, kept_bytes
 from megatrain.plan.device import Device
 from megatrain.plan.matrix_time import matrix_bytes
 from megatrain.plan.schedules import ScheduleShape, cached_schedule, schedule_shape
@@ -84,7 +85,8 @@ def layer_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> tuple[float, floa
     h, t = model.hidden_size, spec.tp
     norm_inputs = 2 * wide * h / split
     keeps = spec.kept_inputs
-    norm_outputs = (keeps.qkv + keeps.up) * saved * h / (1 if spec.plain_autograd else split)
+    norm_outputs = keeps.qkv + (keeps.router if moe else keeps.up)
+    norm_outputs *= saved * h / (1 if spec.plain_autograd else split)
     up, core, out = 0.0, 0.0, 0.0
     if model.mla.kv_rank:
         latent = wide * (2 * model.mla.q_rank + 2 * model.mla.kv_rank + model.mla.rope_head_dim)
@@ -174,16 +176,20 @@ def passing_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
 
 
 def pending_bytes(model: ModelSpec, spec: RunSpec, moe: bool) -> float:
-    """Return the bytes per token of output gradients that a layer keeps between I and W."""
-    inner = sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
+    """Return the bytes per token of output gradients that a layer keeps between I and W.
+
+    They are those of weights that are trained or have adapters.
+    """
+    keeps = spec.kept_inputs
+    inner = keeps.qkv * sum(n / (spec.tp if split else 1) for n, _, split in model.qkv_matrices)
     if moe:
         copies = model.moe.top_k / spec.tp * spec.load(model.moe.num_experts)
-        experts = (2 if model.moe.gated else 1) * model.expert_width + model.hidden_size
+        up, down = (2 if model.moe.gated else 1) * model.expert_width, model.hidden_size
         shared = (2 if model.gated else 1) * model.moe.shared_ffn_hidden_size / spec.tp
-        inner += copies * experts + shared
+        inner += copies * (keeps.up * up + keeps.down * down) + keeps.up * shared
     else:
-        inner += (2 if model.gated else 1) * model.ffn_hidden_size / spec.tp
-    return spec.width * (inner + 2 * model.hidden_size)
+        inner += keeps.up * (2 if model.gated else 1) * model.ffn_hidden_size / spec.tp
+    return spec.width * (inner + (keeps.out + keeps.down) * model.hidden_size)
 
 
 def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
@@ -208,11 +214,13 @@ def head_bytes(model: ModelSpec, spec: RunSpec) -> tuple[float, float]:
 def slot_bytes(model: ModelSpec, spec: RunSpec) -> float:
     """Return the bytes of a rank's slots for clones, shared by its layers.
 
-    Weights once per microbatch that can be inside layers at the same time, and float32 gradients.
+    Weights once per microbatch that can be inside layers at the same time, and float32 gradients,
+    unless the experts are frozen.
     """
     sets = 2 if "ep" in spec.overlap else 1
     numel = model.expert_params / spec.etp
-    return spec.slots * numel * (sets * spec.param_bytes + 4)
+    is_trained = spec.updates is None or any(part.experts for part in spec.updates.layers)
+    return spec.slots * numel * (sets * spec.param_bytes + 4 * is_trained)
 
 
 def footprints(
@@ -234,7 +242,11 @@ def footprints(
     """
     tokens = spec.microbatch * model.seq_length / spec.cp
     by_kind = {moe: layer_bytes(model, spec, moe) for moe in set(model.moe_layers)}
-    kept = _by_stage(counts, model, {moe: tokens * each[0] for moe, each in by_kind.items()})
+    by_layer = [
+        tokens * by_kind[moe][0] + kept_by_adapters(model, spec, index, tokens)
+        for index, moe in enumerate(model.moe_layers)
+    ]
+    kept = _by_stage(counts, model, by_layer)
     offload = max(0.0, 1 - spec.offload_layers / max(1, model.num_layers / spec.pp))
     kept = [each * offload for each in kept]
     kept[-1] += tokens * 4 * model.hidden_size / spec.token_split
@@ -245,13 +257,17 @@ def footprints(
     passing = working
     if spec.plain_autograd:
         passing = min(working, tokens * max(passing_bytes(model, spec, moe) for moe in by_kind))
+    if spec.updates is not None:
+        adding = (adding_bytes(part.adapters, spec) for part in spec.updates.layers)
+        passing = max(passing, tokens * max(adding))
     kept_by_loss, logits = (tokens * each for each in head_bytes(model, spec))
     kept[-1] += kept_by_loss
     pending = [0.0] * len(counts)
     if spec.plain_autograd:
         gradients = {moe: tokens * pending_bytes(model, spec, moe) for moe in by_kind}
-        pending = _by_stage(counts, model, gradients)
-        pending[-1] += kept_by_loss
+        pending = _by_stage(counts, model, [gradients[moe] for moe in model.moe_layers])
+        if spec.updates is None or spec.updates.head.is_trained:
+            pending[-1] += kept_by_loss
     peaks = in_flight(spec, kept, pending)
     found = []
     stages_of = rank_stages(spec)
@@ -310,9 +326,15 @@ def _state(
     sizes = [stage_params(model, spec, counts, stage, trained=True) for stage in mine]
     dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
     owned = spec.owned(dense, experts)
+    layers = [index for stage in mine for index in layers_of_stage(model, counts, stage)]
+    adapters = 0.0
+    if spec.updates is not None:
+        adapters = sum(
+            sum(adapter_params(spec.updates.layers[index].adapters, spec)) for index in layers
+        )
     if spec.zero < 3:
         return {
-            "weights": spec.param_bytes * both,
+            "weights": spec.param_bytes * both + WIDE * adapters,
             "gradients": spec.grad_bytes * (dense + experts),
             "optimizer": spec.state_bytes * owned,
         }
@@ -326,15 +348,21 @@ def _state(
     }
 
 
-def _by_stage(
-    counts: Sequence[int], model: ModelSpec, by_kind: Mapping[bool, float]
-) -> list[float]:
+def kept_by_adapters(model: ModelSpec, spec: RunSpec, layer: int, tokens: float) -> float:
+    """Return the bytes that the adapters of a layer keep for its backward pass."""
+    if spec.updates is None or "layer" in spec.recompute:
+        return 0.0
+    per_token, factors = kept_bytes(spec.updates.layers[layer].adapters, model, spec)
+    return tokens * per_token + factors
+
+
+def _by_stage(counts: Sequence[int], model: ModelSpec, by_layer: Sequence[float]) -> list[float]:
     """Sum a number over the layers of each stage; prediction layers are on the last one."""
     sums, first = [], 0
     for count in counts:
-        sums.append(sum(by_kind[moe] for moe in model.moe_layers[first : first + count]))
+        sums.append(sum(by_layer[first : first + count]))
         first += count
-    sums[-1] += sum(by_kind[moe] for moe in model.moe_layers[model.num_layers :])
+    sums[-1] += sum(by_layer[model.num_layers :])
     return sums
 
 

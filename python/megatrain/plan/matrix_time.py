@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.plan.cost import link
 from megatrain.plan.device import Device
+from megatrain.plan.link import link
 from megatrain.plan.spec import RunSpec
 from megatrain.plan.updates import OwnerWork
 

@@ -11,9 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
+from megatrain.plan.adapters import WIDE, adapter_params
 from megatrain.plan.cost import Cost, LayerCosts
 from megatrain.plan.device import Device
-from megatrain.plan.footprint import GIB, head_bytes, layer_bytes, slot_bytes
+from megatrain.plan.footprint import (
+    GIB,
+    head_bytes,
+    kept_by_adapters,
+    layer_bytes,
+    slot_bytes,
+)
 from megatrain.plan.forecast import TIGHT, Forecast, forecast
 from megatrain.plan.spec import ModelSpec, RunSpec
 from megatrain.plan.step_time import p2p_link, per_step
@@ -261,6 +268,14 @@ class _Pricer:
         tokens = spec.microbatch * model.seq_length / spec.cp
         layers = {moe: layer_bytes(model, spec, moe) for moe in self.share}
         self.kept = tokens * sum(layers[moe][0] * share for moe, share in self.share.items())
+        # Of adapters, the mean of a layer.
+        adapters = [] if spec.updates is None else [each.adapters for each in spec.updates.layers]
+        sizes = [adapter_params(each, spec) for each in adapters]
+        self.dense_adapters, self.expert_adapters = (
+            sum(size[at] for size in sizes) / layers_in_all for at in (0, 1)
+        )
+        of_adapters = sum(kept_by_adapters(model, spec, i, tokens) for i in range(layers_in_all))
+        self.kept += of_adapters / layers_in_all
         self.working = tokens * max(whole for _, whole in layers.values())
         self.logits = tokens * head_bytes(model, spec)[1]
         if spec.tp > 1:
@@ -307,11 +322,13 @@ class _Pricer:
             dense += layers * share * shared
             experts += layers * share * own
         dense += model.padded_vocab_size * model.hidden_size / spec.tp
-        weights = spec.param_bytes * (dense + experts)
+        adapters = layers * self.dense_adapters, layers * self.expert_adapters
+        weights = spec.param_bytes * (dense + experts) + WIDE * sum(adapters)
         if spec.updates is not None:
             parts = spec.updates.layers
             dense *= sum(part.dense for part in parts) / len(parts)
             experts *= sum(part.experts for part in parts) / len(parts)
+        dense, experts = dense + adapters[0], experts + adapters[1]
         state = weights + spec.grad_bytes * (dense + experts)
         state += spec.state_bytes * spec.owned(dense, experts) + self.slots
         last = max(self.working, self.logits) if spec.pp == 1 else self.working

@@ -23,11 +23,15 @@ class KeptInputs:
 
     Attributes:
         qkv: Projections before attention.
+        out: Projection after attention, whose input attention keeps in any case.
+        router: Router and shared experts, which take the input of a layer with experts.
         up: First layer of an MLP or of experts.
         down: Second layer of an MLP or of experts.
     """
 
     qkv: float = 1.0
+    out: float = 1.0
+    router: float = 1.0
     up: float = 1.0
     down: float = 1.0
 

@@ -75,8 +75,10 @@ def _infos(config: ResolvedConfig, *, has_head: bool) -> Infos:
 # Names of the parameters whose inputs `KeptInputs` counts.
 _PRODUCTS = {
     "qkv": ("qkv", "q", "q_down", "kv_down"),
-    "up": ("gate_up", "up", "fc1"),
-    "down": ("down", "fc2"),
+    "out": ("output",),
+    "router": ("router", "shared.gate_up", "shared.up"),
+    "up": ("mlp.gate_up", "mlp.up", "fc1"),
+    "down": ("mlp.down", "fc2"),
 }
 
 
@@ -85,13 +87,18 @@ def _kept_inputs(config: ResolvedConfig) -> KeptInputs:
     if not any(group.frozen for group in param_groups):
         return KeptInputs()
     infos = _infos(config, has_head=False)
-    kept: dict[str, list[bool]] = {product: [] for product in _PRODUCTS}
+    # Whether any of the parameters of a layer needs the input.
+    kept: dict[str, dict[str, bool]] = {product: {} for product in _PRODUCTS}
     for name, info in infos.items():
         for product, ends in _PRODUCTS.items():
-            if name.rpartition(".")[2] in ends and ".shared." not in name:
+            if name.endswith(tuple(f".{end}" for end in ends)):
                 adapted = any(f"{each.name}.lora_a" in infos for each in projections_of(info))
-                kept[product].append(adapted or not group_of(name, param_groups).frozen)
-    return KeptInputs(**{name: sum(each) / max(1, len(each)) for name, each in kept.items()})
+                needs = adapted or not group_of(name, param_groups).frozen
+                layer = name.split(".")[1]
+                kept[product][layer] = needs or kept[product].get(layer, False)
+    return KeptInputs(
+        **{name: sum(each.values()) / max(1, len(each)) for name, each in kept.items()}
+    )
 
 
 def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> RunSpec:
@@ -124,7 +131,7 @@ def run_spec(config: ResolvedConfig, gpus: int, *, imbalance: float = 1.0) -> Ru
         param_bytes=memory.param_bytes,
         grad_bytes=memory.grad_bytes,
         state_bytes=mean_sharded_bytes(config),
-        updates=Updates(config.model, moe, optimizer),
+        updates=Updates(config.model, moe, optimizer, config.lora),
         recompute=train.recomputed,
         recompute_keep=train.recompute_keep,
         overlap=frozenset(name for name, on in overlap.items() if on),

@@ -116,21 +116,21 @@ def mean_sharded_bytes(config: ResolvedConfig) -> float:
     """Return the bytes of optimizer state and main parameter per parameter of the model."""
     optimizer, model = config.optimizer, config.model
     rows = memory_rows_of(optimizer, dtype=config.train.dtype)
-    if len(rows) == 1 and not optimizer.groups:
+    if len(rows) == 1 and not config.param_groups():
         return float(next(iter(rows.values())).sharded)
-    infos = GPTInfos.of(model, config.moe).stage(
+    infos = GPTInfos.of(model, config.moe, lora=config.lora).stage(
         range(model.num_layers), has_embedding=True, has_head=True, mtp_layers=model.mtp_layers
     )
-    rule, param_groups = rule_of(optimizer), optimizer.param_groups()
+    rule, param_groups = rule_of(optimizer), config.param_groups()
     numels, sums = 0, Fraction(0)
     for info in infos.values():
         if group_of(info.name, param_groups).frozen:
             continue
         numel = math.prod(info.full_shape)
         numels += numel
-        sums += numel * rule(info).state_bytes
-    copies = (config.train.dtype != "float32") + (config.optimizer.ema_decay > 0)
-    return float(4 * copies + sums / max(1, numels))
+        copies = (config.train.dtype != "float32" and not info.wide) + (optimizer.ema_decay > 0)
+        sums += numel * (4 * copies + rule(info).state_bytes)
+    return float(sums / max(1, numels))
 
 
 def ranks_per_buffer(config: ResolvedConfig, world_size: int) -> tuple[int, int]:

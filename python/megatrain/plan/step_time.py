@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from megacore.pipeline import Costs, Schedule, Timeline
 from megatrain.config.pipeline import schedule_info
-from megatrain.plan.cost import Cost, LayerCosts, Link, link
+from megatrain.plan.adapters import adapter_params
+from megatrain.plan.cost import Cost, LayerCosts
 from megatrain.plan.device import Device
+from megatrain.plan.link import Link, link
 from megatrain.plan.matrix_time import matrix_time
 from megatrain.plan.schedules import cached_schedule, schedule_shape
 from megatrain.plan.spec import ModelSpec, RunSpec
@@ -192,7 +194,7 @@ def stage_params(
         spec: Layout.
         counts: Layers of each stage.
         stage: The stage.
-        trained: Leave out frozen ones.
+        trained: Leave out frozen ones, and add adapters.
     """
     updates = spec.updates if trained else None
     dense = experts = 0.0
@@ -205,6 +207,9 @@ def stage_params(
         part = None if updates is None else updates.layers[index]
         dense += shared * (1.0 if part is None else part.dense)
         experts += own * (1.0 if part is None else part.experts)
+        if part is not None:
+            more = adapter_params(part.adapters, spec)
+            dense, experts = dense + more[0], experts + more[1]
     if stage == 0:
         dense += matrix * (1.0 if updates is None else updates.embedding.dense)
     if stage == len(counts) - 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -13,9 +13,11 @@ from megacore.optim.matrix_rule import MatrixRule
 from megacore.optim.param_group import group_of, settings_of
 from megacore.optim.update_rule import UpdateRule
 from megacore.parallel.param_info import ParamInfo
-from megatrain.config import OptimizerConfig
+from megatrain.config import LoraConfig, OptimizerConfig
+from megatrain.config.lora import NO_ADAPTERS
 from megatrain.config.resolved import ResolvedModelConfig, ResolvedMoEConfig
 from megatrain.models.param_infos import GPTInfos
+from megatrain.plan.adapters import AdapterShape
 
 Parameters = tuple[tuple[ParamInfo, UpdateRule | None], ...]
 # Whether of experts, whether partial over tp, and the rule: parameters that share a buffer.
@@ -28,28 +30,33 @@ class UpdatedPart:
 
     Attributes:
         params: Parameters and their rules, ``None`` of frozen ones.
-        dense: Share of the parameters outside of experts that are trained.
-        experts: Share of the parameters of experts that are trained.
+        dense: Share of the weights outside of experts that are trained.
+        experts: Share of the weights of experts that are trained.
+        weights: Share of all weights that are trained.
+        adapters: Adapters of the weights, which the shares do not count.
     """
 
     params: Parameters
     dense: float
     experts: float
+    weights: float
+    adapters: tuple[AdapterShape, ...]
 
     @classmethod
-    def of(cls, params: Parameters) -> UpdatedPart:
+    def of(cls, params: Parameters, adapters: tuple[AdapterShape, ...]) -> UpdatedPart:
         """Count the shares."""
         shares = []
-        for is_expert in (False, True):
+        for kinds in ((False,), (True,), (False, True)):
             sizes = [
                 (math.prod(info.full_shape), rule is not None)
                 for info, rule in params
-                if info.expert == is_expert
+                if info.expert in kinds and not info.wide
             ]
             whole = sum(size for size, _ in sizes)
             trained = sum(size for size, is_trained in sizes if is_trained)
             shares.append(trained / whole if whole else 1.0)
-        return cls(params=params, dense=shares[0], experts=shares[1])
+        dense, experts, weights = shares
+        return cls(params=params, dense=dense, experts=experts, weights=weights, adapters=adapters)
 
     @property
     def is_trained(self) -> bool:
@@ -83,30 +90,37 @@ class Updates:
         model: The ``[model]`` section.
         moe: The ``[moe]`` section.
         optimizer: The ``[optimizer]`` section.
+        lora: The ``[lora]`` section.
     """
 
     def __init__(
-        self, model: ResolvedModelConfig, moe: ResolvedMoEConfig, optimizer: OptimizerConfig
+        self,
+        model: ResolvedModelConfig,
+        moe: ResolvedMoEConfig,
+        optimizer: OptimizerConfig,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        infos, self._groups = GPTInfos.of(model, moe), optimizer.param_groups()
+        infos = GPTInfos.of(model, moe, lora=lora)
+        self._groups = lora.param_groups() + optimizer.param_groups()
         self._rule = optimizer.rule()
         self._known: dict[Parameters, UpdatedPart] = {}
         ends = infos.stage((), has_embedding=True, has_head=True)
-        self.embedding = self._part(i for i in ends.values() if i.name in _WORDS)
-        self.head = self._part(i for i in ends.values() if i.name not in _WORDS)
+        self.embedding = self._part({name: i for name, i in ends.items() if name in _WORDS})
+        self.head = self._part({name: i for name, i in ends.items() if name not in _WORDS})
         if model.tie_embeddings:
             self.head = self.embedding
-        self.layers = [self._part(infos.layer(i).values()) for i in range(model.num_layers)]
-        self.layers += [self._part(infos.prediction_layer(i).values()) for i in model.mtp_layers]
+        self.layers = [self._part(infos.layer(i)) for i in range(model.num_layers)]
+        self.layers += [self._part(infos.prediction_layer(i)) for i in model.mtp_layers]
 
-    def _part(self, infos: Iterable[ParamInfo]) -> UpdatedPart:
+    def _part(self, infos: Mapping[str, ParamInfo]) -> UpdatedPart:
         """Describe parameters; equal parts are one object."""
         params = []
-        for info in infos:
+        for info in infos.values():
             settings = settings_of(info, self._groups, rule=self._rule, weight_decay=0.0)
             is_frozen = group_of(info.name, self._groups).frozen
             params.append((replace(info, name=""), None if is_frozen else settings.rule))
-        return self._known.setdefault(tuple(params), UpdatedPart.of(tuple(params)))
+        part = UpdatedPart.of(tuple(params), AdapterShape.of(infos))
+        return self._known.setdefault(part.params, part)
 
     @cached_property
     def first_trained(self) -> int:

@@ -16,6 +16,7 @@ from megacore.parallel.batch import Microbatch
 from megatrain.checkpoint import StoredWeights, load_full_weights
 from megatrain.config import LoraConfig, config_from_values
 from megatrain.generation.restore import restore_model
+from megatrain.hf import import_hf
 from megatrain.hf.export_adapter import export_adapter
 from megatrain.hf.export_checkpoint import export_checkpoint
 from megatrain.hf.import_adapter import import_adapter
@@ -119,11 +120,18 @@ def test_peft_has_our_logits(
     found = their_logits(with_peft(tmp_path / "base", tmp_path / "adapter"))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     if name in MAIN:
-        alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-        assert torch.equal(their_logits(alone), found)
-    assert (found - their_logits(base)).abs().max() > 0.1
-    torch.testing.assert_close(our_logits(tmp_path / "run"), found, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(adapted_logits(tmp_path / "run"), found, rtol=1e-5, atol=1e-4)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        assert torch.equal(their_logits(loaded), found)
+    alone = their_logits(base)
+    assert (found - alone).abs().max() > 0.1
+    # The rounding of float32, of which adapters add none: the base alone is as near.
+    pairs = {
+        "base": (logits_of(import_hf(tmp_path / "base").chunk), alone),
+        "merged": (our_logits(tmp_path / "run"), found),
+        "adapted": (adapted_logits(tmp_path / "run"), found),
+    }
+    for which, (ours, theirs) in pairs.items():
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max(), which
 
 
 @pytest.mark.parametrize("name", EACH)

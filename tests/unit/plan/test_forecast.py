@@ -21,7 +21,7 @@ from megatrain.config import (
     resolve,
     stages_of_ranks,
 )
-from megatrain.plan.cost import LayerCosts, link
+from megatrain.plan.cost import LayerCosts
 from megatrain.plan.device import FOLDER, known_devices, load_device
 from megatrain.plan.footprint import (
     GIB,
@@ -33,6 +33,7 @@ from megatrain.plan.footprint import (
 )
 from megatrain.plan.forecast import advise, forecast
 from megatrain.plan.layout import train_schedule
+from megatrain.plan.link import link
 from megatrain.plan.run_plan import plan_run
 from megatrain.plan.search import fastest_by_memory, search
 from megatrain.plan.spec import ModelSpec, RunSpec

@@ -224,7 +224,8 @@ class _Product(torch.autograd.Function):
         clear_padding: bool,
         memory: tuple[ResultMemory, ResultMemory],
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, m_splits)
+        # Only the gradient of the weights needs the rows.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, m_splits)
         ctx.clones, ctx.projection = clones, projection
         ctx.clear_padding = clear_padding
         out, ctx.grad_out = memory
