@@ -57,7 +57,8 @@ $(VENV)/.tools: $(VENV)/.base
 	    $(PIP) install $(PIP_ARGS) -c constraints.txt pytest pytest-xdist hypothesis tokenizers \
 	    pyarrow tensorboard transformers wandb ruff mypy clang-format codespell pre-commit
 	@$(PROGRESS) "Installing trl and peft, for tests" build/trl.log \
-	    $(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps trl peft accelerate psutil
+	    $(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps trl peft accelerate psutil \
+	    datasets dill multiprocess pandas python-dateutil
 	@touch $@
 
 # What the last install was made of: other settings, or a file more or less, are another install.

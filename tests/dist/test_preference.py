@@ -372,7 +372,8 @@ def train_with_trl(
     theirs: Any, config: ResolvedConfig, rows: list[dict[str, Any]], out: Path
 ) -> Any:
     """The same steps by TRL, on the pairs in the order of ours; returns its log."""
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets", reason="needs datasets, which make test installs")
+    trl = pytest.importorskip("trl")
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("accelerate")
     from torch.utils.data import SequentialSampler
@@ -445,11 +446,13 @@ IMPLICIT = [
 
 
 @pytest.mark.dist
-@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore")  # of TRL and accelerate
 @pytest.mark.parametrize(
     ("form", "loss"),
-    [("text", "sigmoid"), ("text", "hinge"), ("conversations", "ipo"), ("implicit", "sigmoid")],
+    representatives(
+        [("text", "sigmoid"), ("text", "hinge"), ("conversations", "ipo"), ("implicit", "sigmoid")],
+        [("text", "sigmoid")],
+    ),
 )
 def test_twenty_steps_are_those_of_trl(form: str, loss: str, tmp_path: Path) -> None:
     rows = {"text": PAIRS, "conversations": CONVERSATIONS, "implicit": IMPLICIT}[form]
