@@ -102,7 +102,7 @@ def _export_adapter(args: argparse.Namespace) -> int:
     base = done.config["base_model_name_or_path"]
     print(
         f"{done.checkpoint}: {done.num_params:,} parameters in adapters of rank "
-        f"{done.config['r']}{'' if base is None else f' of {base}'}: {args.folder}"
+        f"{done.config['r']}{f' of {base}' if base else ''}: {args.folder}"
     )
     for note in done.notes:
         print(f"note: {note}")

@@ -272,7 +272,9 @@ def test_the_base_may_be_a_checkpoint(
     save_lora_run(base, tmp_path / "same", rank=2)
     capsys.readouterr()
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 0
-    assert "base_model_name_or_path is empty" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "base_model_name_or_path is empty" in printed
+    assert f"parameters in adapters of rank 2: {tmp_path / 'a'}\n" in printed
     for name in ("run", "same"):
         assert (
             main(["export-hf", str(tmp_path / name), str(tmp_path / f"m_{name}"), "--merge"]) == 0

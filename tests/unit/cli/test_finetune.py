@@ -28,9 +28,18 @@ def commands(folder: Path) -> list[list[str]]:
     ]
 
 
+def commands_of_adapters(folder: Path) -> list[list[str]]:
+    """The commands of the script after those of the page, which has imported the model."""
+    text = (EXAMPLE / "lora.sh").read_text().replace("\\\n", " ").replace("$out", str(folder))
+    text = text.replace("--nproc 2", "--nproc 1")
+    return [shlex.split(line) for line in re.findall(r"^megacore .*", text, flags=re.MULTILINE)]
+
+
 def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     first, *rest = commands(tmp_path)
+    assert rest.pop() == ["sh", "examples/finetune/lora.sh", str(tmp_path)]
+    rest += commands_of_adapters(tmp_path)
     assert first[:2] == ["python", "examples/finetune/make_inputs.py"]
     runpy.run_path(str(EXAMPLE / "make_inputs.py"))["main"](Path(first[2]))
     printed: dict[str, str] = {}
@@ -41,7 +50,8 @@ def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixtu
             arguments += ["--run.plain=true", f"--data.cache={tmp_path / 'cache'}"]
         capfd.readouterr()
         assert main(arguments) == 0, command
-        printed[command[1]] = capfd.readouterr().out
+        of_adapter = " adapter" if "--adapter" in command else ""
+        printed[command[1] + of_adapter] = capfd.readouterr().out
     assert "assistant\nIt is five.\n" in printed["generate"]
     for run, most in {"tuned": 0.6, "adapted": 4.9}.items():
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
@@ -53,3 +63,6 @@ def test_the_example_learns_to_answer(tmp_path: Path, capfd: pytest.CaptureFixtu
     )
     assert adapters < 0.5 * whole
     assert (tmp_path / "answers" / "chat_template.jinja").is_file()
+    assert "8,192 parameters in adapters of rank 4" in printed["export-hf adapter"]
+    counted = map(json.loads, (tmp_path / "logprobs.jsonl").read_text().splitlines())
+    assert sum(each is not None for one in counted for each in one["logprobs"]) == 468
