@@ -1,14 +1,14 @@
 """What a run of many ranks costs one of its ranks, without the other ranks.
 
-    python benchmarks/bench_scale.py [--worlds 64,1024,16384,131072] [--out benchmarks/results/scale_cpu.txt]
+    python benchmarks/bench_scale.py [--worlds 64,1024] [--out benchmarks/results/scale_cpu.txt]
 
 Three parts, each measured in processes of its own:
 
 - ``start``: rank 0 of a recipe is built over process groups that nobody else is in, on torch's meta
   device, with the layout of the recipe and 4 sequences per data-parallel rank.
-- ``checkpoint``: the boxes of all ranks of a made-up model whose tensors are cut into flat ranges, as
-  many per rank as that recipe has at 16,384 ranks. Rank 0 joins them once; at each save it writes
-  both indexes. Each rank that resumes opens the index and looks its boxes up.
+- ``checkpoint``: the boxes of all ranks of a made-up model whose tensors are cut into flat ranges,
+  as many per rank as that recipe has at 16,384 ranks. Rank 0 joins them once; at each save it
+  writes both indexes. Each rank that resumes opens the index and looks its boxes up.
 - ``why-hung``: the recorded calls of ranks of which one is late, compared on one rank.
 """
 
@@ -73,6 +73,7 @@ class Timer:
         self._last = time.process_time()
 
     def __call__(self) -> float:
+        """Return them."""
         now, before = time.process_time(), self._last
         self._last = time.process_time()
         return now - before
@@ -161,3 +162,147 @@ def check(folder: Path) -> Mapping[str, float]:
     timer = Timer()
     check_index(tensors, index.files)
     return {"check s": timer()}
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+def start(world_size: int) -> Mapping[str, float]:
+    """Build rank 0 of the recipe; count the process groups it asks for, and its boxes."""
+    import torch
+    import torch.distributed as dist
+
+    from megatrain.checkpoint.chunks import chunks_of
+    from megatrain.checkpoint.planner import written_chunks
+    from megatrain.config import load_config, resolve
+    from megatrain.dry_run.world import fake_world, same_data
+    from megatrain.launch.failure import watch_times
+    from megatrain.train.trainer import build_trainer
+
+    sequences = 4 * world_size // 16  # tp 4 x pp 4 of the recipe
+    config = load_config(RECIPE, [("train.global_batch_size", str(sequences))])
+    resolved = resolve(config, world_size, vocab_size=config.model.vocab_size or 0, cuda=False)
+    calls = []
+    new_group = dist.new_group
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return new_group(*args, **kwargs)
+
+    dist.new_group = counted
+    timer = Timer()
+    with fake_world(world_size, 0):
+        trainer = build_trainer(
+            resolved,
+            world_size=world_size,
+            device=torch.device("meta"),
+            data=same_data(resolved),
+            initialize=False,
+        )
+        built = timer()
+        pieces = [piece for piece in trainer.pieces() if not piece.info.is_shared_copy]
+        mine = written_chunks(chunks_of(pieces, trainer.groups))
+        planned = timer()
+    interval_s = watch_times(world_size, peer_timeout_s=20.0).interval_s
+    return {
+        "build s": built,
+        "new_group": len(calls),
+        "requests/s": 2 * world_size / interval_s,
+        "boxes": len(mine),
+        "plan s": planned,
+    }
+
+
+# ---- why-hung ------------------------------------------------------------------------------------
+
+
+def why_hung(world_size: int) -> Mapping[str, float]:
+    """Compare the calls of ranks that wait for one rank, which is late in its data."""
+    from megacore.calls.processes import Identity
+    from megacore.calls.records import STARTED, CallRecord, RankCalls
+    from megatrain.hang.diagnosis import diagnose
+
+    world = ("world", tuple(range(world_size)))
+    late = world_size // 3
+    rings = []
+    for rank in range(world_size):
+        number = 8 if rank != late else 7
+        records = [
+            CallRecord(
+                serial=serial,
+                time_s=float(serial),
+                stream=world,
+                number=serial,
+                kind="all_reduce_",
+                group="world",
+                dtype="float32",
+                shape=(4,),
+                site="step.py:1",
+                state=STARTED if serial == 8 else 3,
+            )
+            for serial in range(1, number + 1)
+        ]
+        rings.append(
+            RankCalls(
+                identity=Identity(rank=rank, pid=rank + 1, start=1, host="a", space="s"),
+                world_size=world_size,
+                run="r",
+                since=0.0,
+                counts={world: number},
+                records=records,
+            )
+        )
+    timer = Timer()
+    found = diagnose(rings)
+    assert str(late) in str(found)
+    return {"diagnose s": timer()}
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def table(title: str, rows: Mapping[int, Mapping[str, float]]) -> str:
+    """Format a table with a row per number of ranks."""
+    names = list(next(iter(rows.values())))
+    lines = [title, f"{'ranks':>8}" + "".join(f"{name:>15}" for name in names)]
+    for world_size, row in rows.items():
+        cells = (
+            f"{value:15,.3f}" if name.endswith(" s") else f"{value:15,.0f}"
+            for name, value in row.items()
+        )
+        lines.append(f"{world_size:8,}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = options(__doc__)
+    parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="numbers of ranks")
+    parser.add_argument("--boxes", type=int, default=80, help="boxes that a rank writes")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    args = parser.parse_args()
+    worlds = [int(world) for world in args.worlds.split(",")]
+    plans, resumes, checks = {}, {}, {}
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            plans[world] = in_child(plan_and_save, world, args.boxes, Path(folder))
+            resumes[world] = in_child(resume, world, args.boxes, Path(folder))
+            checks[world] = in_child(check, Path(folder))
+    parts = [
+        table(
+            "checkpoint: rank 0 plans once (with the boxes it gets), then writes at each save",
+            plans,
+        ),
+        table("checkpoint: every rank that resumes", resumes),
+        table("checkpoint: rank 0 that resumes, in addition", checks),
+        table(
+            f"start: rank 0 of {RECIPE.name}, 4 sequences per data-parallel rank",
+            {world: in_child(start, world) for world in worlds if world % 256 == 0},
+        ),
+        table("why-hung: one rank, without reading", {w: in_child(why_hung, w) for w in worlds}),
+    ]
+    finish([header("torch", "numpy"), *parts], args.out)
+
+
+if __name__ == "__main__":
+    main()

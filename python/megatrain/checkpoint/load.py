@@ -353,6 +353,11 @@ def _fill_from_folder(folder: Path, tensors: TensorIndex, chunks: Sequence[Chunk
         for chunk in chunks:
             stored = tensors.find(chunk.key)
             assert stored is not None  # checked by `_Fit`
+            if stored.shape != chunk.full_shape:
+                raise CheckpointError(
+                    f"{chunk.key} has shape {list(stored.shape)} in checkpoint {folder}, but "
+                    f"{list(chunk.full_shape)} in this model"
+                )
             _fill(reader, stored, chunk.offsets, chunk.tensor.detach())
 
 
