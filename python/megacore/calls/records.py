@@ -50,7 +50,7 @@ _MAX_MEMBERS = 1 << 24
 Stream = tuple[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CallRecord:
     """One call of a rank.
 
@@ -129,11 +129,11 @@ class RankCalls:
 def read_rings(run_dir: Path) -> list[RankCalls]:
     """Read the rings of the newest start of a run: those of this machine, and copies of all."""
     found: dict[tuple[str, int], RankCalls] = {}
-    streams: dict[Any, Stream] = {}
+    known: dict[Any, Any] = {}
     for folder, is_copy in ((saved_folder(run_dir), True), (ring_folder(run_dir), False)):
         for path in sorted(folder.glob("rank_*.ring")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
-                calls = _read(path, is_copy=is_copy, known=streams)
+                calls = _read(path, is_copy=is_copy, known=known)
                 key = calls.run, calls.identity.rank
                 if key not in found:
                     found[key] = calls
@@ -230,8 +230,8 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user")
 
 
-def _read(path: Path, *, is_copy: bool, known: dict[Any, Stream] | None = None) -> RankCalls:
-    """Read a ring; streams that another one has too, by ``known``, are one object."""
+def _read(path: Path, *, is_copy: bool, known: dict[Any, Any] | None = None) -> RankCalls:
+    """Read a ring; what another one has too, by ``known``, is one object."""
     known = {} if known is None else known
     data = path.read_bytes()
     if not data.startswith(MAGIC) or len(data) < NAMES_AT:
@@ -247,11 +247,21 @@ def _read(path: Path, *, is_copy: bool, known: dict[Any, Stream] | None = None) 
     streams = {}
     for (table, index), value in names.items():
         if table == "stream":
-            key = str(value[0]), *value[1]
-            streams[index] = known.setdefault(key, (key[0], _lengthened(value[1])))
+            key = "stream", str(value[0]), *value[1]
+            streams[index] = known.setdefault(key, (key[1], _lengthened(value[1])))
     counts = struct.unpack_from(f"<{MAX_STREAMS}Q", data, COUNTS_AT)
+    # Texts and shapes are one object in all rings too: of many ranks they fill the memory.
+    labels, sites = {}, {}
+    for (table, index), value in names.items():
+        if table == "label":
+            kind, group, dtype = map(str, value)
+            label = kind, group, dtype
+            labels[index] = known.setdefault(("label", label), label)
+        elif table == "site":
+            text = printable(str(value))
+            sites[index] = known.setdefault(("site", text), text)
     records = (
-        _record_of(fields, names, streams)
+        _record_of(fields, streams, labels, sites, known)
         for fields in RECORD.iter_unpack(data[RECORDS_AT:NAMES_AT])
         if fields[0] > 0 and fields[3] in streams
     )
@@ -270,11 +280,14 @@ def _read(path: Path, *, is_copy: bool, known: dict[Any, Stream] | None = None) 
 
 def _record_of(
     fields: tuple[int, ...],
-    names: dict[tuple[str, int], Any],
     streams: dict[int, Stream],
+    labels: dict[int, tuple[str, str, str]],
+    sites: dict[int, str],
+    known: dict[Any, Any],
 ) -> CallRecord:
     serial, time_ns, number, stream, site, label, state, dims, *sizes = fields
-    kind, group, dtype = map(str, names.get(("label", label), ("unknown", "?", "")))
+    kind, group, dtype = labels.get(label, ("unknown", "?", ""))
+    shape = tuple(sizes[:dims])
     return CallRecord(
         serial=serial,
         time_s=time_ns / 1e9,
@@ -283,8 +296,8 @@ def _record_of(
         kind=kind,
         group=group,
         dtype=dtype,
-        shape=tuple(sizes[:dims]),
-        site=printable(str(names.get(("site", site), "unknown line"))),
+        shape=known.setdefault(("shape", shape), shape),
+        site=sites.get(site, "unknown line"),
         state=state,
     )
 

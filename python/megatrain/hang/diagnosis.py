@@ -170,11 +170,18 @@ class _Comparison:
         self._rings = {calls.identity.rank: calls for calls in rings}
         self._world_size = max((calls.world_size for calls in rings), default=0)
         self._streams = streams = _Streams()
+        # Of calls that some rank may wait in, not of all: those fill the memory.
+        wanted = {
+            streams.key(record)
+            for calls in rings
+            for record in calls.records
+            if record.state in (STARTED, FAILED, ON_DEVICE)
+        }
         self._records = {
-            (rank, streams.key(record)): record
+            (rank, key): record
             for rank, calls in self._rings.items()
             for record in calls.records
-            if record.kind != "reuse"
+            if record.kind != "reuse" and (key := streams.key(record)) in wanted
         }
         self._counts = {
             rank: {streams.number(stream): count for stream, count in calls.counts.items()}
@@ -297,8 +304,10 @@ class _Comparison:
             call = next(iter(calls.values()))
             votes = Counter(
                 (record.what, record.site)
-                for record in self._records.values()
-                if (record.stream[0], record.number) == (call.stream[0], call.number)
+                for calls_of_rank in self._rings.values()
+                for record in calls_of_rank.records
+                if record.kind != "reuse"
+                and (record.stream[0], record.number) == (call.stream[0], call.number)
             )
         (usual, most), *others = votes.most_common()
         if others and others[0][1] == most:
