@@ -247,9 +247,11 @@ class AdapterPlan:
                 if not name.startswith(f"{module}."):
                     continue
                 if saved.info.expert or saved.info.name in adapted:
+                    info = saved.info
+                    why = "it holds routed experts" if info.expert else "it has adapters too"
                     raise MegacoreError(
-                        f"PEFT cannot save {module} whole, since it has {saved.info.name}; write "
-                        "merged weights with --merge"
+                        f"PEFT cannot save {module} ({info.name}) whole, since {why}; write merged "
+                        "weights with --merge"
                     )
                 found.append(saved)
             first = rows["embedding"][1][0]

@@ -227,7 +227,7 @@ def test_forms_that_peft_lacks_are_refused(
     assert "PEFT has no DoRA for model.layers.0.mlp.experts.down_proj, a parameter" in said
     save_lora_run(base, tmp_path / "saved", rank=2, modules_to_save=["attention.qkv"])
     said = complaint(capsys, "export-hf", tmp_path / "saved", tmp_path / "out", "--adapter")
-    assert "PEFT cannot save model.layers.0.self_attn.k_proj whole, since it has" in said
+    assert "k_proj (layers.0.attention.qkv) whole, since it has adapters too; write" in said
 
 
 def test_what_the_commands_print(
