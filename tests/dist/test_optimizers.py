@@ -24,7 +24,7 @@ STEPS = 20
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam"},
-    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.nesterov": True},
+    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.3, "optimizer.nesterov": True},
     "lion": {"optimizer.name": "lion", "optimizer.lr": 1e-3, "optimizer.moments_dtype": "bfloat16"},
     "muon": {"optimizer.name": "muon", "optimizer.muon.adamw_lr": 4e-3},
     # Blocks of 32 columns that two tensor-parallel ranks do not divide.
@@ -33,7 +33,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 # Another order of sums may change signs, and the rounding to 8 bits.
-TOLERANCES = {"lion": 1e-4, "adamw_8bit": 2e-3}
+TOLERANCES = {"sgd": 1e-6, "lion": 1e-4, "adamw_8bit": 2e-3}
+# SGD amplifies rounding from step 8 on: one process whose weights start 1.2e-7 away has losses up
+# to 2e-7 away in 7 steps, 1.5e-4 in 20; layouts up to 4e-8 and 9e-5.
+STEPS_OF = {"sgd": 7}
 
 
 def make(world_size: int, changes: dict[str, Any]) -> Trainer:
@@ -43,7 +46,8 @@ def make(world_size: int, changes: dict[str, Any]) -> Trainer:
 
 def losses_of(_rank: int, world_size: int, changes: dict[str, Any]) -> list[float]:
     trainer = make(world_size, changes)
-    return [trainer.train_step(step).loss for step in range(STEPS)]
+    steps = STEPS_OF.get(trainer.config.optimizer.name, STEPS)
+    return [trainer.train_step(step).loss for step in range(steps)]
 
 
 @cache
