@@ -190,10 +190,12 @@ class AdapterFiles:
             return module
         down = next((each for each in self.names.joined if each.sites[0].module == module), None)
         inputs = self._files.shape(f"{PREFIX}{module}.lora_A.weight")[-1]
-        is_down = down is not None and down.info.full_shape[-1] == inputs
         rows = self._files.shape(f"{PREFIX}{module}.lora_B.weight")[0]
-        is_down = is_down and down is not None and down.info.full_shape[-2] == rows
-        return module if is_down else inner
+        if down is None:
+            return inner
+        if down.sites[0].is_exchanged:
+            rows, inputs = inputs, rows
+        return module if down.info.full_shape[-2:] == (rows, inputs) else inner
 
     def _reason(self, full: str, name: str) -> str:
         if full == name:
@@ -224,6 +226,8 @@ class AdapterFiles:
             if key not in shapes:
                 shapes[key] = self.names.shapes(base)
             *_, outputs, inputs = shapes[key][site.number]
+            if site.is_exchanged:
+                outputs, inputs = inputs, outputs
             experts = base.info.full_shape[0] if site.is_joined else 1
             rank = self._rank(found)
             wanted = {

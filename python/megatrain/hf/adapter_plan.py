@@ -306,6 +306,8 @@ class AdapterPlan:
 def tensors_of(site: Site, adapter: Adapter) -> dict[str, Tensor]:
     """Return the tensors of one site by their full names."""
     a, b, module = adapter.a, adapter.b, f"{PREFIX}{site.module}"
+    if site.is_exchanged:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
     if site.is_joined:
         # Rows of A by expert, then rank; columns of B by rank, then expert.
         a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
@@ -324,6 +326,8 @@ def adapter_of(
         experts = base.info.full_shape[0]
         a = a.view(experts, -1, a.shape[-1])
         b = b.view(len(b), -1, experts).permute(2, 0, 1)
+    if site.is_exchanged:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
     return Adapter(a=a, b=b, magnitude=magnitude)
 
 

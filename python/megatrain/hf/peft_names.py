@@ -27,6 +27,9 @@ from megatrain.models.shape import GPTShape
 PREFIX = "base_model.model."
 # Code of the publisher, in which every expert is a module of its own.
 _SEPARATE_EXPERTS = ("bailing_moe_v2", "kimi_k2")
+# Matrices of experts with inputs first that PEFT takes for ones with outputs first, which exchanges
+# the factors.
+_EXCHANGED = ("llama4_text",)
 _NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Names in files and in the modules of `transformers` 5 where they differ.
 _MIXTRAL = {".block_sparse_moe.": ".mlp."}
@@ -77,6 +80,7 @@ class Site:
         expert: Index of its expert; ``None`` for all experts, or for none.
         is_joined: Whether it has the matrices of all experts.
         inputs_first: Whether its matrices are ``(I, O)``.
+        is_exchanged: Whether A in files is the transpose of B, and B that of A.
     """
 
     number: int
@@ -86,6 +90,7 @@ class Site:
     expert: int | None
     is_joined: bool
     inputs_first: bool
+    is_exchanged: bool
 
     def turned(self, matrices: Tensor) -> Tensor:
         """Exchange the dimensions of matrices from ``(O, I)`` to those of the tensor, or back."""
@@ -308,7 +313,13 @@ class PeftNames:
         elif place.expert is not None and self._family not in _SEPARATE_EXPERTS:
             last = "gate_up_proj" if info.name.endswith(".fc1") else "down_proj"
             parameter = f"{parameter.partition('.experts.')[0]}.experts.{last}"
-        return Site(number=number, module=module, parameter=parameter, **asdict(place))
+        return Site(
+            number=number,
+            module=module,
+            parameter=parameter,
+            is_exchanged=place.is_joined and self._family in _EXCHANGED,
+            **asdict(place),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
