@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import comb
 
-from megatrain.plan.adapters import WIDE, AdapterShape
+from megatrain.plan.adapter_shapes import AdapterShape
+from megatrain.plan.adapters import WIDE
 from megatrain.plan.device import Device
 from megatrain.plan.link import link
 from megatrain.plan.spec import ModelSpec, RunSpec, loss_columns
@@ -145,7 +146,7 @@ class LayerCosts:
         rows = self.tokens / spec.tp * experts.top_k * spec.etp * spec.load(experts.num_experts)
         cost = Cost()
         for each in adapters:
-            inputs, outputs = each.sizes(spec)
+            inputs, outputs = each.sizes(spec.tp, spec.etp)
             count, wide, convert = 1.0, WIDE, WIDE + width if width != WIDE else 0
             tokens = self.tokens if each.splits_inputs or each.splits_outputs else self.local
             if each.experts:

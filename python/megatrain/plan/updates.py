@@ -17,7 +17,7 @@ from megatrain.config import LoraConfig, OptimizerConfig
 from megatrain.config.lora import NO_ADAPTERS
 from megatrain.config.resolved import ResolvedModelConfig, ResolvedMoEConfig
 from megatrain.models.param_infos import GPTInfos
-from megatrain.plan.adapters import AdapterShape
+from megatrain.plan.adapter_shapes import AdapterShape
 
 Parameters = tuple[tuple[ParamInfo, UpdateRule | None], ...]
 # Whether of experts, whether partial over tp, and the rule: parameters that share a buffer.
