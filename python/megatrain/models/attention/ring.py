@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore.ops.attention import Attended
 from megacore.ops.dense import wide_dtype
 from megacore.parallel.async_collectives import PendingCollective
 from megacore.parallel.batch import Documents
@@ -160,13 +161,9 @@ def _grads_around(ctx: Any, grad_BNSE: Tensor, mixed_BNSE: Tensor) -> tuple[Tens
         d_block = k_SBGD.new_zeros(*k_SBGD.shape[:3], width + v_SBGE.shape[-1], dtype=wide)
         for tile in by_member:
             rows, columns = slice(*tile.queries), slice(*tile.keys)
-            dq, dk, dv = ctx.kernel.backward(
-                grad_BNSE[:, :, rows],
-                *tile_views(tile, q_SBND, *keys),
-                mixed_BNSE[:, :, rows],
-                lse_BNS[:, :, rows],
-                tile,
-            )
+            mixed, lse = mixed_BNSE[:, :, rows], lse_BNS[:, :, rows]
+            done = Attended(*tile_views(tile, q_SBND, *keys), mixed, lse)
+            dq, dk, dv = ctx.kernel.backward(grad_BNSE[:, :, rows], done, tile)
             dq_SBND[rows] += dq.permute(2, 0, 1, 3)
             d_block[columns, :, :, :width] += dk.permute(2, 0, 1, 3)
             d_block[columns, :, :, width:] += dv.permute(2, 0, 1, 3)
