@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megacore.ops.kernel_choice import LINEAR_MACS, leaving
 from megacore.ops.linear import added_grad_of
 from megatrain.train.trainer import build_trainer
 from tests.dist.test_moe_invariance import make_config
@@ -74,3 +76,51 @@ def test_a_product_left_to_torch_trains_nearly_alike() -> None:
     rounded = trained(1, {**BF16, "run.torch_operations": ["add_weight_grad_"]})
     assert own != rounded
     assert own == pytest.approx(rounded, rel=5e-3)
+
+
+# Large enough for our products.
+WIDE = {"model.hidden_size": 128, "model.seq_length": 64, "train.microbatch_size": 4}
+SAME: dict[str, tuple[int, dict[str, Any]]] = {
+    "recomputed": (1, {"train.recompute": ["full"]}),
+    "a pipeline": (2, {"parallel.pp": 2}),
+    "split backward passes": (2, {"parallel.pp": 2, "pipeline.schedule": "zb_h1"}),
+}
+
+
+def _main_grads(
+    _rank: int, world_size: int, changes: dict[str, Any], left: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The gradients of this rank after the backward passes of a step, by name."""
+    config = make_config(world_size, {"moe.num_experts": 0, **WIDE, **changes})
+    trainer = build_trainer(config, world_size=world_size, device=torch.device("cpu"))
+    found: dict[str, Tensor] = {}
+    update = trainer.optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        for buffer in trainer.optimizer.buffers:
+            found.update({info.name: param.main_grad.clone() for info, param in buffer.params})
+        return update(*args, **kwargs)
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
+    with leaving(left, "cpu"):  # in place of the choice of the run, which was measured
+        trainer.train_step(0)
+    return found
+
+
+@pytest.mark.parametrize("products", ["ours", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", SAME)
+def test_main_grads_have_the_same_bits(case: str, dtype: str, products: str) -> None:
+    settings: dict[str, Any] = {"train.dtype": dtype, "model.tie_embeddings": False}
+    left = () if products == "ours" else tuple(LINEAR_MACS)
+    world_size, change = SAME[case]
+    expected = _main_grads(0, 1, settings, left)
+    if world_size == 1:
+        ranks = [_main_grads(0, 1, settings | change, left)]
+    else:
+        ranks = run_ranks(world_size, _main_grads, world_size, settings | change, left)
+    found = {name: value for rank in ranks for name, value in rank.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.any(), name
+        assert torch.equal(found[name], value), name
