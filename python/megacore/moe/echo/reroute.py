@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore import host_values
 from megacore.moe.echo.plan import OffloadPlan
 from megacore.ops import cuda_kernels
 from megacore.ops.permutation import sort_by_expert
@@ -57,7 +58,8 @@ def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, 
             if the row moves more copies than there are. On CUDA such copies are not sent.
 
     Sync:
-        None: on CUDA kernels on the current stream, which may be captured.
+        None: on CUDA kernels on the current stream, which may be captured. Where no kernel supports
+        the GPU, it waits for the device once, unless a graph is captured.
 
     Example:
         >>> row = SourceRow(total=torch.tensor([4, 0]), first=torch.tensor([0, 0]),
@@ -73,7 +75,12 @@ def reroute(expert_ids: Tensor, probs: Tensor, row: SourceRow) -> tuple[Tensor, 
 def reroute_ids_reference(
     expert_ids: Tensor, total: Tensor, first: Tensor, slot_expert: Tensor, tokens: Tensor
 ) -> Tensor:
-    """Find the places of :func:`reroute` with torch operations, on any device."""
+    """Find the places of :func:`reroute` with torch operations, on any device.
+
+    Sync:
+        Waits for the device, except while a CUDA graph is captured, which then holds the operations
+        for as many clones of one expert as there are slots.
+    """
     num_experts, (num_ranks, num_slots) = total.numel(), slot_expert.shape
     local = num_experts // num_ranks
     row_map, counts = sort_by_expert(expert_ids, num_experts)
@@ -82,17 +89,35 @@ def reroute_ids_reference(
     left = total[expert]
     place = expert // local * (local + num_slots) + expert % local
     taken = expert_ids < 0
-    # Each slot takes its share of the copies that the preceding slots have left.
-    for slot in range(num_ranks * num_slots):
-        rank, number = divmod(slot, num_slots)
-        is_mine = slot_expert[rank, number] == expert
-        wanted = tokens[rank, number] * is_mine
+    # Slots that get copies, by expert: those of expert e are [begin[e], end[e]) of `by_expert`.
+    wanted_of = tokens.flatten()
+    cloned = slot_expert.flatten().masked_fill(wanted_of <= 0, -1)
+    sorted_experts, by_expert = cloned.sort(stable=True)
+    experts = torch.arange(num_experts, device=cloned.device)
+    begin = torch.searchsorted(sorted_experts, experts)
+    end = torch.searchsorted(sorted_experts, experts, right=True)
+    # Each clone takes its share of the copies that the preceding clones of the expert have left.
+    for number in range(_most_clones(end - begin, cloned.numel())):
+        at = (begin + number)[expert]
+        slot = by_expert[at.clamp(max=cloned.numel() - 1)]
+        wanted = wanted_of[slot].masked_fill(at >= end[expert], 0)
         before = index * wanted // left.clamp(min=1)
         goes = ((index + 1) * wanted // left.clamp(min=1) > before) & ~taken
-        place = torch.where(goes, rank * (local + num_slots) + local + number, place)
+        at_slot = slot // num_slots * (local + num_slots) + local + slot % num_slots
+        place = torch.where(goes, at_slot, place)
         taken = taken | goes
         index, left = index - before, left - wanted
     return place.masked_fill(expert_ids < 0, -1)
+
+
+def _most_clones(num_clones: Tensor, num_slots: int) -> int:
+    """Return the most clones that any expert has; an upper limit while a graph is captured."""
+    if num_slots == 0 or (num_clones.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return num_slots
+    most: int = host_values.read(
+        num_clones.max(), "clones of one expert", assumed=lambda: num_slots
+    )
+    return most
 
 
 def reroute_tokens(
