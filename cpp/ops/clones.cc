@@ -26,17 +26,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor c
       checked_spec(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
   const int64_t ranks = counts.size(0), experts = counts.size(1);
   counts = contiguous(std::move(counts));
+  Tensor slot_expert = empty({ranks, num_spare_slots}, kDTypes.int64);
+  Tensor rerouted = empty({ranks, ranks, num_spare_slots}, kDTypes.int64);
+  Tensor load_before = empty({ranks}, kDTypes.int64);
+  Tensor load_after = empty({ranks}, kDTypes.int64);
   const auto start = Clock::now();
-  const moe::OffloadPlan plan = moe::plan_offload({counts.data<int64_t>(), ranks, experts}, spec);
+  const moe::OffloadPlanSummary plan =
+      moe::plan_offload_to({counts.data<int64_t>(), ranks, experts}, spec,
+                           {.slot_expert = slot_expert.mutable_data<int64_t>(),
+                            .rerouted = rerouted.mutable_data<int64_t>(),
+                            .load_before = load_before.mutable_data<int64_t>(),
+                            .load_after = load_after.mutable_data<int64_t>()});
   const std::chrono::nanoseconds elapsed = Clock::now() - start;
   const int64_t bound_holds = plan.bound_holds ? 1 : 0;
-  return {tensor_of(plan.slot_expert, {ranks, num_spare_slots}),
-          tensor_of(plan.rerouted, {ranks, ranks, num_spare_slots}),
-          tensor_of(plan.load_before, {ranks}),
-          tensor_of(plan.load_after, {ranks}),
-          tensor_of(std::array{plan.max_load, plan.num_clones, plan.bound, bound_holds, int64_t{1}},
-                    {5}),
-          tensor_of(std::array{int64_t{elapsed.count()}}, {1})};
+  Tensor summary = tensor_of(
+      std::array{plan.max_load, plan.num_clones, plan.bound, bound_holds, int64_t{1}}, {5});
+  return {std::move(slot_expert), std::move(rerouted),
+          std::move(load_before), std::move(load_after),
+          std::move(summary),     tensor_of(std::array{int64_t{elapsed.count()}}, {1})};
 }
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {

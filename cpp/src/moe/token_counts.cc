@@ -4,6 +4,7 @@
 #include <string>
 
 #include "megacore/base/check.h"
+#include "megacore/base/vector_clones.h"
 
 namespace megacore::moe {
 namespace {
@@ -12,19 +13,6 @@ std::string nearest_multiples(int64_t value, int64_t unit) {
   const int64_t below = value / unit * unit;
   return below == 0 ? base::format_text("{}", unit)
                     : base::format_text("{} or {}", below, below + unit);
-}
-
-void require_shape(const TokenCounts& counts) {
-  MC_REQUIRE(counts.num_ranks >= 1 && counts.num_experts >= 1,
-             "the counts have shape ({}, {}), ranks x experts; both must be at least 1",
-             counts.num_ranks, counts.num_experts);
-  MC_REQUIRE(
-      counts.num_experts % counts.num_ranks == 0,
-      "{} experts do not divide over {} ranks; the nearest numbers of experts that do are {}",
-      counts.num_experts, counts.num_ranks,
-      nearest_multiples(counts.num_experts, counts.num_ranks));
-  MC_REQUIRE(counts.num_experts <= kMaxExperts, "{} experts; the planner takes at most {}",
-             counts.num_experts, kMaxExperts);
 }
 
 [[noreturn]] void report_negative(const TokenCounts& counts) {
@@ -43,30 +31,57 @@ void require_within_limit(int64_t tokens) {
              kMaxTokensPerExpert);
 }
 
+MC_VECTOR_CLONES int64_t union_of_bits(const int64_t* row, int64_t numel) {
+  int64_t bits = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    bits |= row[i];
+  }
+  return bits;
+}
+
+// Adds the row to the sums and returns the union of the bits of these.
+MC_VECTOR_CLONES int64_t add_row(const int64_t* __restrict__ row,
+                                 int64_t numel,
+                                 int64_t* __restrict__ sums) {
+  int64_t bits = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    sums[i] += row[i];
+    bits |= sums[i];
+  }
+  return bits;
+}
+
 }  // namespace
+
+void require_counts_shape(const TokenCounts& counts) {
+  MC_REQUIRE(counts.num_ranks >= 1 && counts.num_experts >= 1,
+             "the counts have shape ({}, {}), ranks x experts; both must be at least 1",
+             counts.num_ranks, counts.num_experts);
+  MC_REQUIRE(
+      counts.num_experts % counts.num_ranks == 0,
+      "{} experts do not divide over {} ranks; the nearest numbers of experts that do are {}",
+      counts.num_experts, counts.num_ranks,
+      nearest_multiples(counts.num_experts, counts.num_ranks));
+  MC_REQUIRE(counts.num_experts <= kMaxExperts, "{} experts; the planner takes at most {}",
+             counts.num_experts, kMaxExperts);
+}
 
 int64_t Loads::highest() const { return *std::max_element(ranks.begin(), ranks.end()); }
 
 Loads sum_loads(const TokenCounts& counts) {
-  require_shape(counts);
+  require_counts_shape(counts);
   Loads loads{.experts = std::vector<int64_t>(static_cast<size_t>(counts.num_experts), 0),
               .ranks = std::vector<int64_t>(static_cast<size_t>(counts.num_ranks), 0)};
   for (int64_t rank = 0; rank < counts.num_ranks; ++rank) {
     const int64_t* row = counts.tokens + rank * counts.num_experts;
     // The union of the bits is negative when one count is, and above the limit, which is all ones,
     // when one count is: one pass without branches.
-    int64_t bits = 0;
-    for (int64_t expert = 0; expert < counts.num_experts; ++expert) {
-      bits |= row[expert];
-    }
+    const int64_t bits = union_of_bits(row, counts.num_experts);
     if (bits < 0) {
       report_negative(counts);
     }
     require_within_limit(bits);
-    for (size_t expert = 0; expert < loads.experts.size(); ++expert) {
-      bits |= loads.experts[expert] += row[expert];
-    }
-    require_within_limit(bits);
+    require_within_limit(add_row(row, counts.num_experts, loads.experts.data()));
   }
   for (int64_t expert = 0; expert < counts.num_experts; ++expert) {
     const int64_t tokens = loads.experts[static_cast<size_t>(expert)];

@@ -214,6 +214,30 @@ TEST(TeamPlanner, PlansOfManyThreadsAreThoseOfOneForLargeGroups) {
   EXPECT_GT(num_clones, 50);
 }
 
+// Products of tokens beyond what a double can represent, up to the most tokens of an expert.
+TEST(TeamPlanner, PlansOfManyThreadsAreThoseOfOneForLargeCounts) {
+  std::mt19937_64 random(3);
+  int64_t num_clones = 0;
+  for (int trial = 0; trial < 20; ++trial) {
+    const int64_t num_ranks = trial % 2 == 0 ? 8 : 5;
+    const int64_t num_experts = 3 * num_ranks;
+    std::vector<int64_t> tokens;
+    for (int64_t i = 0; i < num_ranks * num_experts; ++i) {
+      const auto heat =
+          static_cast<uint64_t>(i % num_experts % 4 == 0 ? num_ranks : 40 * num_ranks);
+      tokens.push_back(
+          static_cast<int64_t>(random() % (static_cast<uint64_t>(kMaxTokensPerExpert) / heat)));
+    }
+    PlanSpec spec = random_spec(random, num_ranks);
+    spec.num_spare_slots = 2;
+    spec.min_imbalance_per_million = kMillion;
+    SCOPED_TRACE(trial);
+    ASSERT_NO_FATAL_FAILURE(expect_the_plan_of_one_thread({tokens.data(), num_ranks, num_experts},
+                                                          spec, 16, num_clones));
+  }
+  EXPECT_GT(num_clones, 50);
+}
+
 TEST(TeamPlanner, MarksBadCountsAndMakesNoClones) {
   for (const int64_t bad : {int64_t{-1}, kMaxTokensPerExpert + 1, kMaxTokensPerExpert - 2}) {
     const std::vector<int64_t> tokens{bad, 5, 7, 100, 3, 3, 3, 3};

@@ -140,7 +140,8 @@ class GreedyRun {
           return;
         }
         const int64_t need = surplus(donor);
-        const bool fits_tightly = rule_ == Rule::kTightFit || rule_ == Rule::kBudgeted;
+        const bool fits_tightly = (rule_ == Rule::kTightFit || rule_ == Rule::kBudgeted) &&
+                                  widest.slack >= need;  // else no slack covers it
         const Receiver tightest = fits_tightly ? tightest_slack(need, begin, end) : Receiver{};
         wanted = choose_move(rule_, need, widest, tightest, spare_room_);
         receiver = wanted.receiver;
@@ -152,19 +153,28 @@ class GreedyRun {
   // The rank with the largest surplus, -1 if there is no donor; under kBestFill the one that fills
   // `widest` best, the surplus deciding between equals.
   MC_TEAM_CODE int64_t donor_for(Receiver widest, int64_t begin, int64_t end) const {
-    uint64_t best = 0;
-    if (rule_ == Rule::kBestFill) {
+    uint64_t best = most_of(m_.donor, begin, end);
+    if (best == 0) {
+      return -1;
+    }
+    // Often the largest expert of the fullest rank fills the slack: no other donor is better.
+    if (rule_ == Rule::kBestFill && m_.largest[index_of_most(best)] < widest.slack) {
       const int64_t best_fill = smaller(largest_of_donors(begin, end), widest.slack);
+      best = 0;
       for (int64_t p = begin + warp_.lane(); p < end; p += warp_.lanes()) {
         best = most(best, m_.largest[p] >= best_fill ? m_.donor[p] : 0);
       }
-    } else {
-      for (int64_t p = begin + warp_.lane(); p < end; p += warp_.lanes()) {
-        best = most(best, m_.donor[p]);
-      }
+      best = warp_.max(best);
     }
-    best = warp_.max(best);
-    return best == 0 ? -1 : index_of_most(best);
+    return index_of_most(best);
+  }
+
+  MC_TEAM_CODE uint64_t most_of(const uint64_t* keys, int64_t begin, int64_t end) const {
+    uint64_t best = 0;
+    for (int64_t p = begin + warp_.lane(); p < end; p += warp_.lanes()) {
+      best = most(best, keys[p]);
+    }
+    return warp_.max(best);
   }
 
   MC_TEAM_CODE int64_t largest_of_donors(int64_t begin, int64_t end) const {
@@ -176,11 +186,7 @@ class GreedyRun {
   }
 
   MC_TEAM_CODE Receiver widest_slack(int64_t begin, int64_t end) const {
-    uint64_t best = 0;
-    for (int64_t p = begin + warp_.lane(); p < end; p += warp_.lanes()) {
-      best = most(best, m_.receiver[p]);
-    }
-    best = warp_.max(best);
+    const uint64_t best = most_of(m_.receiver, begin, end);
     return best == 0 ? Receiver{} : receiver_of(index_of_most(best), best);
   }
 

@@ -36,8 +36,27 @@ struct OffloadPlan {
   friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
 };
 
+// Memory for the parts of an OffloadPlan; all of it is written.
+struct OffloadPlanArrays {
+  int64_t* slot_expert = nullptr;
+  int64_t* rerouted = nullptr;
+  int64_t* load_before = nullptr;
+  int64_t* load_after = nullptr;
+};
+
+struct OffloadPlanSummary {
+  int64_t max_load = 0;
+  int64_t num_clones = 0;
+  int64_t bound = 0;
+  bool bound_holds = true;
+};
+
 // Throws std::invalid_argument for bad counts (see sum_loads) and bad options (see require_spec),
 // std::logic_error if the bound of the balanced planner is violated.
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);
+// The same plan in memory of the caller.
+OffloadPlanSummary plan_offload_to(const TokenCounts& counts,
+                                   const PlanSpec& spec,
+                                   const OffloadPlanArrays& plan);
 
 }  // namespace megacore::moe

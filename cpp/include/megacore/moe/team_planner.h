@@ -37,7 +37,8 @@
 //
 // In parallel: rules and goals by one warp each; the echo planner without sorting, since
 // where an expert or a rank lies on the line is a sum over those before it; the split of an
-// expert's tokens over its sources by one warp per expert. O(runs * slots * (ranks + experts per
+// expert's tokens over its sources by one warp per expert (the CPU has its own code for this split,
+// in the order of its memory: split_sources.h). O(runs * slots * (ranks + experts per
 // rank)) for the balanced planner; runs is 4 if the goal is reached at once and at most 100.
 
 #pragma once
@@ -90,16 +91,19 @@ class TeamPlanner {
 
   MC_TEAM_CODE void run() {
     sum_loads();
-    plan();
+    clear_rerouted();
+    choose();
+    split_sources();
+    write_loads();
+    summarize();
   }
 
-  // As run(), where the loads and the facts of the memory are written already.
-  MC_TEAM_CODE void plan() {
+  // Chooses the clones and their tokens, PlanMemory::chosen(), where the loads and the facts of the
+  // memory are written already.
+  MC_TEAM_CODE void choose() {
     const int64_t total = m_.facts().total;
-    const int64_t no_plan_up_to =
-        scaled_average(total, s_.num_ranks, spec_.min_imbalance_per_million);
-    const bool is_wanted = m_.facts().is_valid != 0 && m_.facts().highest_load > no_plan_up_to;
-    clear();
+    const bool is_wanted = m_.facts().is_valid != 0 && m_.facts().highest_load > no_plan_up_to();
+    clear_chosen();
     if (is_wanted && s_.num_slots() > 0) {  // the same for every thread
       if (spec_.is_balanced()) {
         race(goal_load(total, s_.num_ranks, spec_.tolerance_per_million));
@@ -108,12 +112,44 @@ class TeamPlanner {
       }
     }
     team_.sync();
-    split_sources();
-    write_loads(total, no_plan_up_to);
+  }
+
+  // Writes the summary of a plan whose clones are chosen and whose loads are written.
+  MC_TEAM_CODE void summarize() const {
+    if (team_.warp() != 0) {
+      return;
+    }
+    uint64_t max_load = 0;
+    int64_t num_clones = 0;
+    for (int64_t p = warp_.lane(); p < s_.num_ranks; p += warp_.lanes()) {
+      const auto load = static_cast<uint64_t>(plan_.load_after[p]);
+      max_load = load > max_load ? load : max_load;
+    }
+    for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
+      num_clones += m_.chosen().expert[i] >= 0 ? 1 : 0;
+    }
+    TeamPlanSummary summary;
+    summary.max_load = static_cast<int64_t>(warp_.max(max_load));
+    summary.num_clones = warp_.sum(num_clones);
+    const int64_t total = m_.facts().total;
+    const int64_t goal = spec_.is_balanced()
+                             ? goal_load(total, s_.num_ranks, spec_.tolerance_per_million)
+                             : total / s_.num_ranks + total % s_.num_ranks;
+    summary.bound = larger(goal, no_plan_up_to());
+    summary.is_valid = m_.facts().is_valid;
+    summary.bound_holds = summary.is_valid != 0 && summary.max_load <= summary.bound ? 1 : 0;
+    if (warp_.lane() == 0) {
+      *plan_.summary = summary;
+    }
   }
 
  private:
   static constexpr int64_t kNoLimit = int64_t{1} << 62;
+
+  // Up to this load of a rank there are no clones.
+  MC_TEAM_CODE int64_t no_plan_up_to() const {
+    return scaled_average(m_.facts().total, s_.num_ranks, spec_.min_imbalance_per_million);
+  }
 
   MC_TEAM_CODE bool is_first() const { return team_.thread() == 0; }
 
@@ -172,13 +208,16 @@ class TeamPlanner {
     team_.sync();
   }
 
-  MC_TEAM_CODE void clear() {
+  MC_TEAM_CODE void clear_rerouted() const {
+    for (int64_t i = team_.thread(); i < s_.num_ranks * s_.num_slots(); i += team_.threads()) {
+      plan_.rerouted[i] = 0;
+    }
+  }
+
+  MC_TEAM_CODE void clear_chosen() const {
     for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
       m_.chosen().expert[i] = -1;
       m_.chosen().tokens[i] = 0;
-    }
-    for (int64_t i = team_.thread(); i < s_.num_ranks * s_.num_slots(); i += team_.threads()) {
-      plan_.rerouted[i] = 0;
     }
     team_.sync();
   }
@@ -505,7 +544,7 @@ class TeamPlanner {
 
   // ---- results
 
-  MC_TEAM_CODE void write_loads(int64_t total, int64_t no_plan_up_to) const {
+  MC_TEAM_CODE void write_loads() const {
     const SlotTable chosen = m_.chosen();
     for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
       plan_.slot_expert[i] = chosen.expert[i];
@@ -529,30 +568,6 @@ class TeamPlanner {
       }
     }
     team_.sync();
-    if (team_.warp() != 0) {
-      return;
-    }
-    uint64_t max_load = 0;
-    int64_t num_clones = 0;
-    for (int64_t p = warp_.lane(); p < s_.num_ranks; p += warp_.lanes()) {
-      const auto load = static_cast<uint64_t>(plan_.load_after[p]);
-      max_load = load > max_load ? load : max_load;
-    }
-    for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
-      num_clones += chosen.expert[i] >= 0 ? 1 : 0;
-    }
-    TeamPlanSummary summary;
-    summary.max_load = static_cast<int64_t>(warp_.max(max_load));
-    summary.num_clones = warp_.sum(num_clones);
-    const int64_t goal = spec_.is_balanced()
-                             ? goal_load(total, s_.num_ranks, spec_.tolerance_per_million)
-                             : total / s_.num_ranks + total % s_.num_ranks;
-    summary.bound = larger(goal, no_plan_up_to);
-    summary.is_valid = m_.facts().is_valid;
-    summary.bound_holds = summary.is_valid != 0 && summary.max_load <= summary.bound ? 1 : 0;
-    if (warp_.lane() == 0) {
-      *plan_.summary = summary;
-    }
   }
 
   Team team_;

@@ -31,9 +31,13 @@ struct Loads {
   int64_t highest() const;  // of `ranks`
 };
 
-// Sums the counts. O(num_ranks * num_experts).
 // Throws std::invalid_argument if the number of experts is not a positive multiple of the number of
-// ranks or above kMaxExperts, a count is negative, or an expert has more than kMaxTokensPerExpert.
+// ranks or above kMaxExperts.
+void require_counts_shape(const TokenCounts& counts);
+
+// Sums the counts. O(num_ranks * num_experts).
+// Throws std::invalid_argument for a bad shape (see require_counts_shape), if a count is negative,
+// or an expert has more than kMaxTokensPerExpert.
 Loads sum_loads(const TokenCounts& counts);
 
 }  // namespace megacore::moe
