@@ -3,6 +3,7 @@
     python benchmarks/bench_echo.py [--tokens 4096] [--steps 2] [--rounds 40] [--out FILE]
     python benchmarks/bench_echo.py --parts steps [--ranks 2 4] [--train-rounds 12]
     python benchmarks/bench_echo.py --parts gpu
+    python benchmarks/bench_echo.py --parts large [--out benchmarks/results/echo_large_cpu.txt]
 
 The routings are those of ``megacore echo simulate``: Zipf, log-normal, drift and bursts, mild to
 severe. "echo" is the planner of the ECHO documents, "balanced n%" ours with that
@@ -13,6 +14,9 @@ steps: training steps of a model whose router sends half of all copies to one ex
 without clones, with clones, and with a router that deals tokens evenly. The three take turns. Ranks
 without work wait without using a core, so where ranks share cores imbalance costs less than on
 machines of their own.
+
+large: processor time of a layer's plan on the CPU in groups of up to 576 ranks, and of rerouting
+the tokens of one rank, by the kernel and by the torch operations that GPUs without kernels run.
 
 gpu: the planner and the rerouting of 4096 tokens on a GPU, each a captured graph that is replayed
 on changing counts, timed between events; and how many of 10,000 random plans are those of the CPU.
@@ -34,7 +38,7 @@ import torch
 
 from _common import finish, header, on_gloo_ranks, options, take_turns
 from megacore.moe import OffloadPlan, plan_offload, plan_offload_on_device
-from megacore.moe.echo.reroute import SourceRow, reroute
+from megacore.moe.echo.reroute import SourceRow, reroute, reroute_ids_reference
 from megatrain.echo_study.baselines import place_by_load
 from megatrain.echo_study.simulate import remote_fraction
 from megatrain.echo_study.workloads import MODEL_SHAPES, WORKLOADS, RoutingShape, routing_steps
@@ -53,6 +57,7 @@ QUALITY_SHAPES = (
     ("mixtral", 8),
 )
 TOLERANCES = (0.0, 0.01, 0.05)
+LARGE_SHAPES = ((64, 256), (128, 256), (256, 256), (576, 576))
 TIMED_SHAPES = tuple((ep, experts) for ep in (8, 32, 64) for experts in (128, 256))
 
 
@@ -204,6 +209,55 @@ def domain_table(num_tokens: int, num_steps: int) -> str:
             f"{np.mean([num_leaving(p, domain_size) for p in anywhere]):>16.1f} "
             f"{100 * np.mean(remote):>23.1f}%"
         )
+    return "\n".join(lines)
+
+
+def processor_us(run: Callable[[], object], rounds: int) -> float:
+    """Median processor time of a call, which other processes do not lengthen."""
+    run()
+    times = []
+    for _ in range(rounds):
+        start = time.process_time_ns()
+        run()
+        times.append((time.process_time_ns() - start) / 1e3)
+    return statistics.median(times)
+
+
+def large_row(workload: str, shape: RoutingShape, rounds: int) -> str:
+    counts = torch.from_numpy(next(iter(routing_steps(workload, shape, num_steps=1, seed=1))))
+    plan = plan_offload_on_device(counts, num_spare_slots=2)
+    copies = torch.repeat_interleave(torch.arange(shape.num_experts), counts[0])
+    order = torch.randperm(copies.numel(), generator=torch.Generator().manual_seed(0))
+    ids, probs = copies[order].view(-1, shape.top_k), torch.ones(shape.num_tokens, shape.top_k)
+    row = SourceRow(
+        total=counts[0],
+        first=torch.zeros_like(counts[0]),
+        slot_expert=plan.slot_expert,
+        tokens=plan.rerouted[0],
+    )
+    assert torch.equal(reroute(ids, probs, row)[0], reroute_ids_reference(ids, *vars(row).values()))
+    times = (
+        processor_us(lambda: plan_offload_on_device(counts, num_spare_slots=2), rounds),
+        processor_us(lambda: reroute(ids, probs, row), rounds),
+        processor_us(lambda: reroute_ids_reference(ids, *vars(row).values()), 5),
+    )
+    mean = float(plan.load_before.sum()) / shape.num_ranks
+    return (
+        f"{shape.num_ranks:>5} {shape.num_experts:>8}  {workload:<10}"
+        f"{int(plan.load_before.max()) / mean:>8.2f} {int(plan.summary[0]) / mean:>8.4f} "
+        f"{int(plan.summary[1]):>7}" + "".join(f"{value:>14.0f}" for value in times)
+    )
+
+
+def large_table(rounds: int) -> str:
+    lines = [
+        "Large groups: processor time, median microseconds; 4,096 tokens x 8 copies, 2 slots, 1%",
+        f"{'ranks':>5} {'experts':>8}  {'workload':<10}{'before':>8} {'after':>8} {'clones':>7}"
+        f"{'plan':>14}{'reroute':>14}{'reroute torch':>14}",
+    ]
+    for num_ranks, num_experts in LARGE_SHAPES:
+        shape = RoutingShape(num_ranks=num_ranks, num_experts=num_experts, top_k=8, num_tokens=4096)
+        lines += [large_row(workload, shape, rounds) for workload in ("lognormal", "zipf")]
     return "\n".join(lines)
 
 
@@ -360,7 +414,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="per workload and skew")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls per input")
     parser.add_argument(
-        "--parts", nargs="+", choices=("plans", "steps", "gpu"), default=["plans", "steps"]
+        "--parts", nargs="+", choices=("plans", "steps", "large", "gpu"), default=["plans", "steps"]
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for the steps")
     parser.add_argument("--train-rounds", type=int, default=12, help="timed steps of each kind")
@@ -373,6 +427,8 @@ def main() -> None:
         parts.append(domain_table(args.tokens, args.steps))
     if "steps" in args.parts:
         parts += [steps_table(ranks, args.train_rounds) for ranks in args.ranks]
+    if "large" in args.parts:
+        parts.append(large_table(args.rounds))
     if "gpu" in args.parts:
         parts.append(gpu_table(max(args.rounds, 200)))
     finish(parts, args.out)
