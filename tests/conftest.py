@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "120"  # what is printed does not depend on the terminal of who runs this
@@ -25,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _grad_mode() -> Iterator[None]:
+    """Fail the test that leaves gradients off, not those that are started after it."""
+    yield
+    is_enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert is_enabled, "gradients are off after this test"

@@ -259,6 +259,7 @@ def stop_early(rank: int, folder: Path, who: tuple[int, ...]) -> str:
     message = ""
     try:
         for number, _ in enumerate(stream_weights(trainer)):
+            assert torch.is_grad_enabled(), "the caller's code has its own mode"
             if rank in who and number == 3:
                 break
     except MegacoreError as error:

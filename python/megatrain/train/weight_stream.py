@@ -147,10 +147,12 @@ class _Asked:
     adapters: bool = False
 
 
+# As a decorator, so that the caller's code between two tensors keeps its own mode.
+@torch.no_grad()
 def _stream_checkpoint(
     path: Path, asked: _Asked, base: str | Path | None
 ) -> Iterator[tuple[str, Tensor]]:
-    with StoredWeights(path, averaged=asked.averaged) as stored, torch.no_grad():
+    with StoredWeights(path, averaged=asked.averaged) as stored:
         config = config_from_values(stored.config, source=str(stored.folder))
         kept = KeptFiles.of(config.data.tokenizer, stored.folder)
         if base is not None and not config.lora.is_on:
@@ -177,6 +179,7 @@ def _stream_checkpoint(
             del value  # its memory is free before the next one is there
 
 
+@torch.no_grad()
 def _stream_trainer(
     trainer: Trainer, asked: _Asked, *, to_all: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
@@ -188,10 +191,9 @@ def _stream_trainer(
         )
     tensors = _tensors_of(trainer, asked, to_all=to_all)
     try:
-        with torch.no_grad():
-            for spec, value in tensors:
-                yield spec.name, value
-                del value  # its memory is free before the next one is there
+        for spec, value in tensors:
+            yield spec.name, value
+            del value  # its memory is free before the next one is there
     except GeneratorExit:
         count_stopped(world, device, stops=True)
         raise
