@@ -124,6 +124,19 @@ def test_checkpoints_hold_frozen_adapters_too(folder: Path) -> None:
     assert main(["eval", str(folder / "run")]) == 0
 
 
+def test_another_factor_on_loaded_adapters_is_told(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_folder(0, 1, folder, adapted(folder, train__steps=1))
+    second = adapted(folder, "second", train__steps=1, lora__alpha=None)
+    second["checkpoint.load_weights"] = str(folder / "run")
+    capfd.readouterr()
+    run_folder(0, 1, folder, second)
+    assert "were trained with a factor of 2, and get one of 1 here" in capfd.readouterr().out
+    run_folder(0, 1, folder, {**second, "run.dir": str(folder / "third"), "lora.alpha": 4.0})
+    assert "were trained with a factor" not in capfd.readouterr().out
+
+
 def test_adapters_of_another_base_are_refused(folder: Path) -> None:
     run_folder(0, 1, folder, adapted(folder, train__steps=1))
     run_folder(0, 1, folder, {"run.dir": str(folder / "other"), "train.seed": 7, "train.steps": 1})

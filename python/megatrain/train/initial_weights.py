@@ -15,7 +15,8 @@ from megatrain.checkpoint import load_checkpoint, resolve_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
 from megatrain.checkpoint.base_weights import BaseWeights, find_base
 from megatrain.checkpoint.chunks import MAIN_PARAM
-from megatrain.config import ModelConfig, MoEConfig
+from megatrain.checkpoint.format import read_index
+from megatrain.config import LoraConfig, ModelConfig, MoEConfig
 from megatrain.hf import HFWeights
 from megatrain.hf.import_hf import open_folder
 from megatrain.hf.settings import differences
@@ -35,7 +36,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
         path: Hugging Face folder, checkpoint folder, folder of checkpoints, or a run's folder.
 
     Returns:
-        Notes on settings that differ from those of the Hugging Face model.
+        Notes on settings that differ from those of the Hugging Face model, or of the adapters.
 
     Raises:
         MegacoreError: On every rank, if there are no weights, or they are of another shape.
@@ -49,6 +50,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
             pieces = [without_state(piece) for piece in trainer.pieces() if _has_values(piece)]
             config = trainer.config.model_dump()
             load_checkpoint(adapters, pieces, groups=trainer.groups, config=config)
+            notes = (*notes, *_scale_notes(adapters, trainer.config.lora))
     elif adapters is not None:
         raise CheckpointError(
             f"checkpoint {adapters} has adapters only; set [lora] as in their run, or merge them "
@@ -94,6 +96,18 @@ def _adapters_in(path: Path) -> Path | None:
         return None
     folder = resolve_checkpoint(path)
     return None if BaseWeights.of_adapters(folder) is None else folder
+
+
+def _scale_notes(adapters: Path, ours: LoraConfig) -> tuple[str, ...]:
+    """Tell that loaded adapters get another factor than in their run: no shape shows that."""
+    theirs = LoraConfig.model_validate(read_index(adapters).config["lora"])
+    if theirs.scale == ours.scale:
+        return ()
+    return (
+        f"the adapters of {adapters} were trained with a factor of {theirs.scale:g}, and get one "
+        f"of {ours.scale:g} here: set lora.alpha and lora.rs as in their run to start from the "
+        "same model",
+    )
 
 
 def _has_values(piece: ParamPiece) -> bool:
