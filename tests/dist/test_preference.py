@@ -318,9 +318,9 @@ BAD_ROWS = {
     "no rejected": ({"prompt": "a", "chosen": "b"}, 'both "chosen" and "rejected", got prompt, ch'),
     "empty": (
         {"chosen": "b", "rejected": ""},
-        'must have both "chosen" and "rejected", got chosen',
+        'must have both "chosen" and "rejected", got an empty rejected',
     ),
-    "equal": ({"chosen": "ab", "rejected": "ab"}, "must differ, but equal"),
+    "equal": ({"chosen": "ab", "rejected": "ab"}, "must differ, but are equal"),
     "mixed": ({"chosen": "ab", "rejected": [{"role": "user"}]}, "all be text, .* got list, str"),
 }
 
@@ -353,6 +353,7 @@ def test_cut_and_unusable_pairs_are_told(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"preference.beta": 0}, r"preference\.beta = 0.*above 0|greater than 0"),
+        ({"preference.loss": "dpo"}, 'must be "sigmoid", which is the loss of DPO$'),
         ({"preference.loss": "ipo", "preference.label_smoothing": 0.1}, 'is for loss = "sigmoid"'),
         ({"preference.max_length": 40}, "max_length = 40 .* must be at most 32, half of model"),
         ({"train.loss": "a:b"}, r"preference\.loss = sigmoid .* does not go with train\.loss"),

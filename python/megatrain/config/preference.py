@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatrain.config.base import Section
 
@@ -62,6 +62,13 @@ class PreferenceConfig(Section):
             (4, 3)
         """
         return self.max_length or seq_length // 2
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _check_dpo(cls, value: Any) -> Any:
+        if value == "dpo":  # else the nearest name would be "ipo", another loss
+            raise ValueError('must be "sigmoid", which is the loss of DPO')
+        return value
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> Self:

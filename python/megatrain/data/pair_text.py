@@ -55,7 +55,8 @@ def pair_of(row: Mapping[str, Any], template: ChatTemplate | None) -> PairText:
     """
     for name in PAIR_COLUMNS:
         if not row.get(name):
-            got = ", ".join(key for key, value in row.items() if value) or "none"
+            given = ", ".join(key for key, value in row.items() if value) or "none"
+            got = f"an empty {name}" if name in row else given
             raise ValueError(f'a pair must have both "chosen" and "rejected", got {got}')
     if row.get("chat_template_kwargs"):
         raise ValueError("chat_template_kwargs of a record are not supported; leave them out")
@@ -107,7 +108,9 @@ def _of_messages(
 
 def _check_differ(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
     if not chosen or not rejected or chosen == rejected:
-        what = "equal" if chosen == rejected else "one of them is only the beginning of the other"
+        what = (
+            "are equal" if chosen == rejected else "one of them is only the beginning of the other"
+        )
         raise ValueError(f"the chosen and the rejected answer must differ, but {what}")
 
 
