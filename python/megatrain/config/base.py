@@ -68,6 +68,8 @@ def _sentence(details: Any, section: type[Section]) -> str:
     if kind == "extra_forbidden":
         return _unknown_setting(details["loc"], section)
     message = str(context["error"]) if kind == "value_error" else details["msg"]
+    if kind == "too_short":
+        message = f"a list of {context['min_length']} or more"
     message = message.removeprefix("Input should be ").partition(", unable to")[0]
     if not name:
         return f"{section.__name__}: {message}"

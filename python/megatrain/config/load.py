@@ -397,6 +397,7 @@ def _rule(details: ErrorDetails) -> str:
         "less_than_equal": "must be at most {le:g}",
         "less_than": "must be below {lt:g}",
         "string_too_short": "must not be empty",
+        "too_short": "must be a list of {min_length} or more",
         "value_error": "{error}",
     }
     return rules[kind].format(**context) if kind in rules else details["msg"]

@@ -72,6 +72,12 @@ def _check_targets(config: Config, names: Collection[str]) -> None:
             f"{len(known)}, whose names end in {', '.join(ends)}"
         )
     if (missing := unmatched(lora.modules_to_save, base)) is not None:
+        if config.model.tie_embeddings and unmatched([missing], ["head", "lm_head"]) is None:
+            raise ConfigError(
+                f"lora.modules_to_save must match names of parameters, but {missing!r} matches "
+                "none: the output layer has the weights of the embedding "
+                "(model.tie_embeddings = true); name 'embedding', which trains both"
+            )
         close = ", ".join(nearest(missing, sorted(base), count=3))
         raise ConfigError(
             f"lora.modules_to_save must match names of parameters, but {missing!r} matches none "

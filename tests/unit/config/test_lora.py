@@ -27,7 +27,7 @@ BASE: dict[str, dict[str, Any]] = {
         ({"rank": 0}, r"rank must be greater than or equal to 1, got 0"),
         ({"alpha": 8.0}, r"alpha is of adapters, but rank is not set; set rank to 1 or more"),
         ({"rank": 2, "alpha": 0.0}, r"alpha must be greater than 0, got 0"),
-        ({"rank": 2, "targets": []}, r"targets"),
+        ({"rank": 2, "targets": []}, r"targets must be a list of 1 or more, got \[\]"),
     ],
 )
 def test_values_have_ranges(values: dict[str, Any], message: str) -> None:
@@ -52,6 +52,12 @@ def test_values_have_ranges(values: dict[str, Any], message: str) -> None:
             {"lora.modules_to_save": ["lm_head"]},
             "lora.modules_to_save must match names of parameters, but 'lm_head' matches none of 27;"
             " nearest: head, embedding, final_norm",
+        ),
+        (
+            {"lora.modules_to_save": ["head"], "model.tie_embeddings": True},
+            "lora.modules_to_save must match names of parameters, but 'head' matches none: the "
+            "output layer has the weights of the embedding (model.tie_embeddings = true); name "
+            "'embedding', which trains both",
         ),
         (
             {"optimizer.groups": [{"pattern": "*.qkv", "lr_scale": 2.0}]},
