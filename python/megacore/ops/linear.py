@@ -130,7 +130,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Only the gradient of the weight needs the input.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # Not saved by autograd: other backward passes write to it in the meantime.
         ctx.main_grad = main_grad
         return _forward(x, weight, bias)
@@ -142,7 +143,7 @@ class _Linear(torch.autograd.Function):
         rows, grad_x, grad_weight, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None, None
         # A split backward pass requests one of the two at a time.
         if ctx.needs_input_grad[0]:
-            grad_x = multiply_input_grad(rows, weight).view(x.shape)
+            grad_x = multiply_input_grad(rows, weight).view(*grad.shape[:-1], weight.shape[-1])
         if ctx.needs_input_grad[1]:
             inputs = x.reshape(-1, x.shape[-1])
             if ctx.main_grad is None:

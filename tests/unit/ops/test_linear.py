@@ -260,6 +260,26 @@ def test_halves_of_a_backward_pass_add_once() -> None:
     assert weight.main_grad.eq(1 + 3).all()
 
 
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_weights_keep_no_input(frozen: bool) -> None:
+    x = random(512, 64).requires_grad_()
+    weight = random(160, 64).requires_grad_(not frozen)
+    saved: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = linear(x, weight)
+    assert y.grad_fn is not None
+    assert "_Linear" in y.grad_fn.name()
+    assert ((512, 64) in saved) == (not frozen)
+    (grad,) = torch.autograd.grad(y.sum(), [x])
+    assert torch.allclose(grad, weight.detach().sum(0).expand(512, 64), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("reason", ["left to torch", "float32", "no gradient buffer", "frozen"])
 def test_other_gradients_go_to_autograd(reason: str) -> None:
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
