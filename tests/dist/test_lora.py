@@ -106,7 +106,7 @@ def train(_rank: int, world_size: int, folder: Path, changes: dict[str, Any]) ->
 
 
 def results_of(world_size: int, changes: dict[str, Any], folder: Path) -> list[Result]:
-    """What `train` returns on each rank."""
+    """Results of `train` on each rank."""
     if world_size == 1:
         return [train(0, 1, folder, changes)]
     return run_ranks(world_size, train, world_size, folder, changes, timeout_s=200)

@@ -70,7 +70,7 @@ WITHOUT_EXPERTS = ("llama", "ernie4-5", "gpt2")
 
 
 def is_possible(family: str, layout: str) -> bool:
-    """Whether a family has the experts that a layout divides."""
+    """Return whether a family has the experts that a layout divides."""
     return "ep" not in LAYOUTS[layout][1].get("parallel", {}) or family not in WITHOUT_EXPERTS
 
 

@@ -116,8 +116,8 @@ def find_base(given: str | Path | None, adapters: Path | None) -> BaseWeights:
         if not Path(path).exists():
             raise CheckpointError(
                 f"checkpoint {adapters} has adapters of the weights {path}, which do not exist; "
-                "make a link there to where they are now, or name their place: "
-                "checkpoint.load_weights of a run that resumes, --base of export-hf"
+                "link that path to their present place, or name this place in "
+                "checkpoint.load_weights of a run that resumes or --base of export-hf"
             )
     base = BaseWeights.of(path)
     if adapters is not None:

@@ -32,7 +32,7 @@ class Copies(NamedTuple):
     """Ranks with the same box: a product of data-parallel and tensor-parallel ranks.
 
     Ranks with a box in common have all boxes of equal ``expert``, ``data`` and ``tensor`` in
-    common, so each of them can tell which of these another one writes.
+    common, so each of them knows which of these another one writes.
 
     Attributes:
         expert: Whether the ranks are those of the expert view.

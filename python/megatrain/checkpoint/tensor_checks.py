@@ -30,7 +30,7 @@ def check_index(index: TensorIndex, files: Mapping[str, FileSum]) -> None:
     try:
         keys = [index.key(number) for number in range(index.num_tensors)]
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"a name is no text: {error}") from error
+        raise CheckpointError(f"a name is not text: {error}") from error
     if any(before >= after for before, after in pairwise(keys)):
         raise CheckpointError("its names are not sorted")
     known = np.array([files[name].num_bytes for name in index.files], np.int64)

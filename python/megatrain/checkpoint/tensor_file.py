@@ -94,7 +94,7 @@ def read_tensor_index(path: Path, expected: FileSum, *, mapped: bool) -> TensorI
 
 def _parse(raw: Numbers) -> TensorIndex:
     if raw[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise CheckpointError("it is no index of tensors")
+        raise CheckpointError("it is not an index of tensors")
     end = _START + int.from_bytes(raw[len(_MAGIC) : _START].tobytes(), "little")
     header = json.loads(raw[_START:end].tobytes())
     if header["version"] != VERSION:

@@ -69,7 +69,7 @@ def _any_has(config: ResolvedConfig, hyperparameter: str) -> bool:
     return any(each.has(hyperparameter) for each in config.optimizer.of_parameters())
 
 
-_OF_EXPERTS = (*("moe.*", "debug.record_routing", "debug.replay_routing", "debug.force_balanced"),)
+_OF_EXPERTS = ("moe.*", "debug.record_routing", "debug.replay_routing", "debug.force_balanced")
 _OF_SCALING = "model.rope_scaling"
 
 UNUSED_RULES: tuple[UnusedRule, ...] = (

@@ -98,8 +98,8 @@ def export_adapter(
     if origin is None:
         notes = [
             *notes,
-            "base_model_name_or_path is empty, since the recorded base is no Hugging Face folder "
-            f"or not there ({stored.state.base['path']}); name the base with --base",
+            "base_model_name_or_path is empty, since the recorded base is not a Hugging Face "
+            f"folder or not there ({stored.state.base['path']}); name the base with --base",
         ]
     specs = sorted(plan.specs, key=lambda spec: spec.name)
     try:

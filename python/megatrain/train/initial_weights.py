@@ -99,7 +99,7 @@ def _adapters_in(path: Path) -> Path | None:
 
 
 def _scale_notes(adapters: Path, ours: LoraConfig) -> tuple[str, ...]:
-    """Tell that loaded adapters get another factor than in their run: no shape shows that."""
+    """Return a note if loaded adapters get another factor than in their run: no shape shows it."""
     theirs = LoraConfig.model_validate(read_index(adapters).config["lora"])
     if theirs.scale == ours.scale:
         return ()

@@ -225,7 +225,7 @@ def test_other_ranges_than_planned_are_our_own_bug(
 def _decide(
     monkeypatch: pytest.MonkeyPatch, numels: Sequence[int], *, ranks_per_host: int = 1
 ) -> tuple[bool, tuple[str, ...]]:
-    """What ranks with so many float32 values to write choose; all choose the same."""
+    """Return the choice of ranks with so many float32 values to write, which all make."""
 
     def choose(groups: ProcessGroups) -> tuple[bool, tuple[str, ...]]:
         numel = numels[groups.rank]

@@ -163,7 +163,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other file as index of tensors": (
         lambda folder: replace_file(folder, "tensors.idx", b"x" * 100),
-        r"tensors\.idx is refused: it is no index of tensors",
+        r"tensors\.idx is refused: it is not an index of tensors",
     ),
     "newer index of tensors": (
         lambda folder: replace_file(

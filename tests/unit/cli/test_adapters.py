@@ -273,7 +273,7 @@ def test_the_base_may_be_a_checkpoint(
     capsys.readouterr()
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 0
     printed = capsys.readouterr().out
-    recorded = f"no Hugging Face folder or not there ({tmp_path / 'base'}"
+    recorded = f"not a Hugging Face folder or not there ({tmp_path / 'base'}"
     assert f"base_model_name_or_path is empty, since the recorded base is {recorded}" in printed
     assert f"parameters in adapters of rank 2: {tmp_path / 'a'}\n" in printed
     for name in ("run", "same"):
