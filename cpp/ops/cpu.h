@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <numeric>
+
+#include "megacore/moe/grouped_gemm.h"
 #include "operations.h"
 
 namespace megacore::ops {
@@ -17,6 +20,32 @@ inline Tensor empty(std::initializer_list<int64_t> sizes,
   return empty(std::span<const int64_t>(sizes.begin(), sizes.size()), dtype, partly);
 }
 inline Tensor empty_like(const Tensor& tensor) { return empty(tensor.sizes(), tensor.dtype()); }
+
+// New memory on the CPU with the axes in the order of another tensor's memory, but for the last
+// one, whose elements are neighbours.
+inline Tensor empty_in_order_of(const Tensor& other,
+                                std::span<const int64_t> sizes,
+                                int32_t dtype) {
+  const size_t dim = sizes.size();
+  MC_REQUIRE(dim == other.sizes().size() && dim >= 1 && dim <= kMaxDim,
+             "a result must have {} axes, got {}", other.dim(), dim);
+  const std::span<const int64_t> order = other.strides();
+  std::array<size_t, kMaxDim> axes;
+  std::iota(axes.begin(), axes.begin() + dim, size_t{0});
+  std::stable_sort(axes.begin(), axes.begin() + dim - 1,
+                   [&](size_t a, size_t b) { return order[a] > order[b]; });
+  std::array<int64_t, kMaxDim> strides;
+  int64_t stride = 1;
+  for (size_t i = dim; i-- > 0;) {
+    strides[axes[i]] = stride;
+    stride *= std::max(sizes[axes[i]], int64_t{1});
+  }
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes.data(), strides.data(),
+                                       dtype, aoti_torch_device_type_cpu(), 0, &handle),
+              "empty_strided");
+  return Tensor(handle);
+}
 
 // The tensor itself if it is contiguous and of the dtype, else a copy.
 inline Tensor contiguous(Tensor tensor, int32_t dtype) {
@@ -36,6 +65,14 @@ inline std::optional<Tensor> contiguous(std::optional<Tensor> tensor) {
 }
 inline std::optional<Tensor> contiguous(std::optional<Tensor> tensor, int32_t dtype) {
   return tensor ? std::optional(contiguous(std::move(*tensor), dtype)) : std::nullopt;
+}
+
+// The format of a dtype; others are cast to fp32.
+inline moe::NumberFormat format_of(int32_t dtype) {
+  if (dtype == kDTypes.bfloat16) {
+    return moe::NumberFormat::kBFloat16;
+  }
+  return dtype == kDTypes.float16 ? moe::NumberFormat::kFloat16 : moe::NumberFormat::kFloat32;
 }
 
 // Threads that an operation may use.

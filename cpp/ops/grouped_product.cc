@@ -40,14 +40,6 @@ moe::GroupedShape checked_shape(const Tensor& a,
   return shape;
 }
 
-// The format of a dtype; others are cast to fp32.
-moe::NumberFormat format_of(int32_t dtype) {
-  if (dtype == kDTypes.bfloat16) {
-    return moe::NumberFormat::kBFloat16;
-  }
-  return dtype == kDTypes.float16 ? moe::NumberFormat::kFloat16 : moe::NumberFormat::kFloat32;
-}
-
 // The dtype in which a tensor is multiplied: its own, or float32.
 int32_t product_dtype(int32_t dtype) {
   return format_of(dtype) == moe::NumberFormat::kFloat32 ? kDTypes.float32 : dtype;

@@ -8,7 +8,9 @@
 namespace megacore::ops {
 namespace {
 
-constexpr Kernel kOthers[] = {{"_grouped_product", kernel_of<grouped_product>}};
+constexpr Kernel kOthers[] = {{"_grouped_product", kernel_of<grouped_product>},
+                              {"_attention", kernel_of<attention>},
+                              {"_attention_backward", kernel_of<attention_backward>}};
 constexpr Kernel kOfAllDevices[] = {{"_weak_tensor", kernel_of<weak_tensor>}};
 
 PyModuleDef definition = {

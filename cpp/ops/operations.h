@@ -199,4 +199,18 @@ Tensor grouped_product(Tensor a,
                        bool clear_padding,
                        int64_t expected_rows);
 
+// softmax(scale q k^T) v for each head, and the logarithm of each query's sum of exponentials: q
+// (B, N, S, D), k (B, G, T, D) and v (B, G, T, E), of any strides, give (B, N, S, E) in the memory
+// order of q and (B, N, S) float32; see layers/attention.h. The gradients have the order of q, k
+// and v.
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool is_causal, double scale);
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad,
+                                                      Tensor q,
+                                                      Tensor k,
+                                                      Tensor v,
+                                                      Tensor mixed,
+                                                      Tensor lse,
+                                                      bool is_causal,
+                                                      double scale);
+
 }  // namespace megacore::ops

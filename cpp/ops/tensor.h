@@ -97,6 +97,12 @@ class Tensor {
     return is_contiguous;
   }
 
+  std::span<const int64_t> strides() const {
+    int64_t* strides = nullptr;
+    check_torch(aoti_torch_get_strides(handle_, &strides), "get_strides");
+    return {strides, sizes_.size()};
+  }
+
   // REQUIRES: T is the element of the dtype.
   template <typename T>
   const T* data() const {

@@ -1,8 +1,11 @@
-"""torch's fused attention, with 16-bit numbers on CPUs widened to float32 where that is faster.
+"""Fused attention: on CPUs by the faster of torch's and ours.
 
-`megacore.qualification` measures it. On processors without instructions for 16-bit numbers, the
-backward pass takes seven times as long in bfloat16 as in float32. Queries, keys, values and the
-result are kept in 16 bits; each pass widens them, so its error is the rounding of its results.
+Our kernel computes blocks of queries and keys by the tiles of our matrix products, where torch
+calls a library for each block. It takes heads without a mask of up to 256 elements, in float32 or
+16 bits. With a mask, 16-bit numbers are widened to float32 for torch where our kernel is faster:
+on processors without instructions for 16-bit numbers, its backward pass takes seven times as long
+in bfloat16 as in float32. Queries, keys, values and the result are kept in 16 bits; each pass
+widens them, so its error is the rounding of its results. `megacore.qualification` measures both.
 
 Shapes: B batch, N query heads, G heads of keys and values, S queries, T keys, D head dimension.
 """
@@ -16,10 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from megacore.ops.kernel_choice import NARROW_DTYPES, is_left
+from megacore.ops.kernel_choice import ATTENTION_DTYPES, is_left
 from megacore.ops.linear import is_observed
+from megacore.ops.register import compiled
 
-_NAMES = {getattr(torch, dtype): f"attention.{dtype}" for dtype in NARROW_DTYPES}
+_NAMES = {getattr(torch, dtype): f"attention.{dtype}" for dtype in ATTENTION_DTYPES}
+# As kMaxHeadDim of cpp/include/megacore/layers/attention.h.
+_MAX_HEAD_DIM = 256
 
 
 def attention(
@@ -46,12 +52,12 @@ def attention(
     Sync:
         None.
     """
-    if not _goes_to_float32(q) or is_observed():
+    if is_observed() or not _is_ours(q):
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
-    if mask is None and q.shape[-1] == v.shape[-1]:
-        result: Tensor = _Widened.apply(q, k, v, is_causal, scale)  # type: ignore[no-untyped-call]
+    if _has_kernel(q, k, v, mask, scale):
+        result: Tensor = _Ours.apply(q, k, v, is_causal, _scale(q, scale))  # type: ignore[no-untyped-call]
         return result
     if mask is not None and mask.dtype == q.dtype:
         mask = mask.float()
@@ -79,6 +85,11 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
+def takes_any_width(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether `attention` has a kernel for these widths of keys and values, unmasked."""
+    return k.shape[-1] == v.shape[-1] or (_is_ours(q) and _has_kernel(q, k, v, None, None))
+
+
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +97,9 @@ def flash_on_cpu(
 
     Arguments as of `attention`, with one head dimension and a float mask.
     """
-    if _goes_to_float32(q):
+    if _is_ours(q):
+        if _has_kernel(q, k, v, mask, scale):
+            return _attention(q, k, v, is_causal, _scale(q, scale))
         wide_q, wide_k, wide_v = _wide(q, k, v)
         mixed, lse = _flash(wide_q, wide_k, wide_v, mask, is_causal, scale)
         return mixed.to(q.dtype), lse
@@ -104,30 +117,29 @@ def flash_on_cpu_backward(
     """Return the gradients of queries, keys and values from the results of `flash_on_cpu`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     *given, lse = grad, *done
-    if not _goes_to_float32(done.q):
+    if not _is_ours(done.q):
         dq, dk, dv = backward(*given, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         return dq, dk, dv
+    if _has_kernel(done.q, done.k, done.v, mask, scale):
+        return _attention_backward(*given, lse.float(), is_causal, _scale(done.q, scale))
     mask = mask if mask is None else mask.float()
     found = backward(*_wide(*given), lse, 0.0, is_causal, attn_mask=mask, scale=scale)
     dq, dk, dv = (each.to(done.q.dtype) for each in found)
     return dq, dk, dv
 
 
-class _Widened(torch.autograd.Function):
+class _Ours(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
-    ) -> Tensor:
-        mixed, lse = flash_on_cpu(q, k, v, mask=None, is_causal=is_causal, scale=scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+        mixed, lse = _attention(q, k, v, is_causal, scale)
         ctx.save_for_backward(q, k, v, mixed, lse)
-        ctx.rest = {"mask": None, "is_causal": is_causal, "scale": scale}
+        ctx.rest = is_causal, scale
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        done = Attended(*ctx.saved_tensors)
-        return *flash_on_cpu_backward(grad, done, **ctx.rest), None, None
+        return *_attention_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None
 
 
 def _flash(
@@ -144,5 +156,52 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors)
 
 
-def _goes_to_float32(q: Tensor) -> bool:
+def _is_ours(q: Tensor) -> bool:
+    """Return whether our kernel is the faster one for the dtype of these queries."""
     return q.is_cpu and (name := _NAMES.get(q.dtype)) is not None and not is_left(name, "cpu")
+
+
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> bool:
+    return (
+        mask is None
+        and max(q.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM
+        and q.dtype == k.dtype == v.dtype
+        and min(*q.shape, *k.shape, *v.shape) > 0
+        and (scale is None or scale >= 0)
+    )
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    del k, options
+    sizes = *q.shape[:3], v.shape[-1]
+    return _in_order_of(q, sizes), q.new_empty(sizes[:3], dtype=torch.float32)
+
+
+def _backward_fake(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad, rest
+    return _in_order_of(q, q.shape), _in_order_of(k, k.shape), _in_order_of(v, v.shape)
+
+
+def _in_order_of(x: Tensor, sizes: Any) -> Tensor:
+    """Return new memory with the axes in the order of those of ``x``, but for the last one."""
+    axes = [*sorted(range(x.dim() - 1), key=lambda axis: -x.stride(axis)), x.dim() - 1]
+    return x.new_empty([sizes[axis] for axis in axes]).permute(
+        sorted(range(x.dim()), key=lambda axis: axes[axis])
+    )
+
+
+_attention = compiled(
+    "attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
+    _attention_fake,
+)
+_attention_backward = compiled(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mixed, Tensor lse,"
+    " bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    _backward_fake,
+)

@@ -1,8 +1,8 @@
 """Operations that torch computes in place of our kernels: the choice of this process.
 
 Until a choice is made, kernels compute all operations that they take, and torch the products of
-linear layers and the attention of 16-bit numbers on CPUs. `megacore.qualification` makes it from
-measurements. All threads read one choice, also those of autograd, so it is not a context variable.
+linear layers and attention on CPUs. `megacore.qualification` makes it from measurements. All
+threads read one choice, also those of autograd, so it is not a context variable.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ LINEAR_MACS = MappingProxyType(
         for product in PRODUCT_NAMES
     }
 )
+ATTENTION_DTYPES = ("float32", *NARROW_DTYPES)
 # Operations on CPUs that are ours only where they were measured to be faster.
-MEASURED = (*LINEAR_MACS, *(f"attention.{dtype}" for dtype in NARROW_DTYPES))
+MEASURED = (*LINEAR_MACS, *(f"attention.{dtype}" for dtype in ATTENTION_DTYPES))
 
 
 def measured_for(dtype: str) -> tuple[str, ...]:

@@ -99,8 +99,8 @@ def choose_kernels(
 
     On the first use of a device, driver and build, a child process compares each kernel with its
     reference on awkward shapes, and times both: on GPUs on the sizes of the run, on CPUs the
-    products of linear layers and the attention of 16-bit numbers. Torch computes operations whose
-    kernel differs, ends the process or is slower, on all ranks if on one.
+    products of linear layers and attention. Torch computes operations whose kernel differs, ends
+    the process or is slower, on all ranks if on one.
 
     Args:
         device: Device of this rank.

@@ -119,8 +119,8 @@ def find_verdict(
 
     Args:
         device: A CPU, for this number of threads, or a GPU that runs our kernels.
-        sizes: Sizes of the run. On CPUs only products of linear layers and attention of 16-bit
-            numbers are timed, at sizes of their own.
+        sizes: Sizes of the run. On CPUs only products of linear layers and attention are timed, at
+            sizes of their own.
         dtype: dtype of activations in the run.
         imports: As in `Request`.
         folder: Folder of the files. Default: in the user's cache, or a private one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megacore.ops.kernel_choice import MEASURED, leaving
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_positions, context_slices
 from megatrain.models.attention import blockwise
@@ -34,6 +36,13 @@ RULES = {
     "soft cap": ScoreRule(softcap=1.5),
     "soft cap, window": ScoreRule(softcap=1.5, window=5),
 }
+
+
+@pytest.fixture(params=["torch", "ours"], autouse=True)
+def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Attention without a mask by torch's kernel, and by ours."""
+    with leaving(MEASURED if request.param == "torch" else (), "cpu"):
+        yield
 
 
 def by_matrix(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
@@ -111,6 +120,23 @@ def test_ranks_compute_the_attention_of_the_whole_sequence_and_its_gradients(
         rtol=1e-9,
         atol=1e-12,
     )
+
+
+@pytest.mark.parametrize("width", [10, 40])
+def test_values_of_another_width_in_float32(width: int) -> None:
+    random = torch.Generator().manual_seed(4)
+    shapes = ((24,), (24,), (width,))
+    drawn = [torch.randn(SEQUENCE, 2, 4, *shape, generator=random) for shape in shapes]
+    found, expected = [], []
+    group = Group("cp", (0,), 0, None)
+    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
+        leaves = [x.to(dtype).requires_grad_() for x in drawn]
+        mixed = causal_attention(
+            *leaves, group=group, grouped=False, masks=Masks(), rule=ScoreRule()
+        )
+        results += [mixed, *torch.autograd.grad(mixed.square().sum(), leaves)]
+    for one, right in zip(found, expected, strict=True):
+        assert (one.double() - right).norm() < 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("rule", [ScoreRule(), RULES["soft cap"]], ids=["fused", "blocks"])

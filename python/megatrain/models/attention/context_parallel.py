@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacore.ops.attention import attention
+from megacore.ops.attention import attention, takes_any_width
 from megacore.parallel.batch import Documents
 from megacore.parallel.process_groups import Group
 from megacore.parallel.sequence import context_slices
@@ -318,7 +318,7 @@ def _attend(
     # A single query attends to all keys of its window.
     is_square = num_queries == num_keys and window is None
     needs_mask = num_queries > 1 and not is_square
-    is_fused = not needs_mask and k_SBGD.shape[-1] == v_SBGD.shape[-1]
+    is_fused = not needs_mask and takes_any_width(q_SBND, k_SBGD, v_SBGD)
     has_scores = rule.softcap is not None or sinks is not None
     if has_scores or (not is_fused and num_queries > 1 and _is_by_tiles(q_SBND, rule, sinks)):
         tiles = _tiles(num_queries, num_keys, window, masks, like=q_SBND)
