@@ -9,9 +9,11 @@ its steps take seconds, after two of them at the earliest.
 
 The wall time of a step is that of its slowest rank, its processor time the sum of all ranks, of
 which the median and the quartiles are shown. ``ratio`` is peer / megacore: above 1, megacore is
-faster. ``foreign`` is the number of cores that other work took meanwhile. `make` installs the peers
-into ``build/peers``; megacore's environment is not changed. ``--record`` appends a row to
-``benchmarks/history.jsonl``.
+faster. ``foreign`` is the number of cores that other work took meanwhile. ``products`` are the
+milliseconds of a step in matrix products of linear layers and experts, by torch's profiler in a
+turn of its own; the wall time without them is what a step takes outside of products. `make`
+installs the peers into ``build/peers``; megacore's environment is not changed.
+``--record`` appends a row to ``benchmarks/history.jsonl``.
 
 A build of megacore without kernels for AVX-512, on a processor that has it, holds all libraries to
 AVX2 (`AVX2_ONLY`), and the record says so.
@@ -43,6 +45,15 @@ AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
 }
+
+
+# Products of linear layers and experts, by their names in torch's profiler.
+PRODUCTS = frozenset(
+    [
+        *(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
+        *("mkldnn::_linear_pointwise", "megacore::_grouped_product"),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +130,27 @@ def serve(work: Work, name: str, rank: int, store: str) -> None:
         step = STEPS[name](work.shape)
     else:
         step = optimizer_step(name, rank, work.ranks, store)
-    for number, _ in enumerate(sys.stdin):
+    for number, line in enumerate(sys.stdin):
+        if line.startswith("products"):
+            print(products_s(step, number), file=answers, flush=True)
+            continue
         start, cpu = time.perf_counter(), time.process_time()
         step(number)
         print(time.perf_counter() - start, time.process_time() - cpu, file=answers, flush=True)
     os._exit(0)  # groups need no orderly end
+
+
+def products_s(step: Step, number: int) -> float:
+    """Return the time of the products of a step, in seconds: the least of three steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            step(number)
+        events = profiled.key_averages()
+        found.append(sum(event.self_cpu_time_total for event in events if event.key in PRODUCTS))
+    return float(min(found)) / 1e6
 
 
 class Contestant:
@@ -134,7 +161,12 @@ class Contestant:
         python = peer_python if is_peer else sys.executable
         store = f"{folder}/{name.replace(' ', '_')}"
         number = str(WORKS.index(work))
-        env = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TORCH_GLOO_LAZY_INIT": "1"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(work.threads),
+            "TORCH_GLOO_LAZY_INIT": "1",
+            "KINETO_LOG_LEVEL": "5",  # no lines of torch's profiler
+        }
         self.name = name
         self.cpu_s = 0.0  # of all steps so far
         self._ranks = [
@@ -169,6 +201,15 @@ class Contestant:
         self.cpu_s += cpu
         return wall, cpu
 
+    def products_s(self) -> float:
+        """Return the time of products in a step of the first rank, in seconds."""
+        rank = self._ranks[0]
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        rank.stdin.write("products\n")
+        rank.stdin.flush()
+        return float(rank.stdout.readline())
+
     def end(self) -> None:
         """End the processes, which are waiting."""
         for rank in self._ranks:
@@ -198,6 +239,10 @@ def compare(work: Work, rounds: int, steps: int, peer_python: str) -> list[dict[
                     times[contestant.name] += contestant.turn(steps)
             ours = sum(contestant.cpu_s for contestant in contestants) - before
             foreign = (busy_s() - busy - ours) / (time.perf_counter() - start)
+            products = {
+                contestant.name: round(1e3 * contestant.products_s(), 1) if work.ranks == 1 else 0.0
+                for contestant in contestants
+            }
         finally:
             for contestant in contestants:
                 contestant.end()
@@ -211,7 +256,8 @@ def compare(work: Work, rounds: int, steps: int, peer_python: str) -> list[dict[
             "name": name,
             "foreign": round(max(0.0, foreign), 2),
         }
-        rows.append({**row, "wall_ms": quartiles(wall), "cpu_ms": quartiles(cpu)})
+        row |= {"wall_ms": quartiles(wall), "cpu_ms": quartiles(cpu)}
+        rows.append({**row, "products_ms": products[name]} if products[name] else row)
     return rows
 
 
@@ -246,13 +292,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 "",
                 f"{work}; ranks {row['ranks']}, foreign {row['foreign']} cores",
                 f"{'':28}{'cpu ms':>8}{'quartiles':>18}{'ratio':>7}"
-                f"{'wall ms':>9}{'quartiles':>18}{'ratio':>7}",
+                f"{'wall ms':>9}{'quartiles':>18}{'ratio':>7}"
+                + (f"{'products':>10}{'outside':>9}{'ratio':>7}" if "products_ms" in row else ""),
             ]
         text = f"{row['name']:28}"
         for key, width in (("cpu_ms", 8), ("wall_ms", 9)):
             low, median, high = row[key]
             ratio = median / base[key][1]
             text += f"{median:{width}.0f}{f'{low:.0f} to {high:.0f}':>18}{ratio:6.2f}x"
+        if "products_ms" in row:
+            outside, ours = (each["wall_ms"][1] - each["products_ms"] for each in (row, base))
+            text += f"{row['products_ms']:10.0f}{outside:9.0f}{outside / ours:6.2f}x"
         lines.append(text)
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 
@@ -16,6 +17,10 @@ def check_options(value: object, kind: type, name: str) -> None:
         found = value.__name__ if isinstance(value, type) else type(value).__name__
         place = ".".join(kind.__module__.split(".")[:2])
         raise TypeError(f"{name} must be a {place}.{kind.__name__}, got {found}")
+
+
+# Annotations are compiled at each call, and options are made in each step of training.
+_hints_of = cache(get_type_hints)
 
 
 def check_values(
@@ -34,7 +39,7 @@ def check_values(
     Raises:
         ValueError: With the name, the rule and the value.
     """
-    for name, hint in get_type_hints(type(options)).items():
+    for name, hint in _hints_of(type(options)).items():
         value, choices = getattr(options, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
             raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
