@@ -225,7 +225,7 @@ def processor_us(run: Callable[[], object], rounds: int) -> float:
 
 def large_row(workload: str, shape: RoutingShape, rounds: int) -> str:
     counts = torch.from_numpy(next(iter(routing_steps(workload, shape, num_steps=1, seed=1))))
-    plan = plan_offload_on_device(counts, num_spare_slots=2)
+    plan = plan_offload_on_device(counts, rank=0, num_spare_slots=2)
     copies = torch.repeat_interleave(torch.arange(shape.num_experts), counts[0])
     order = torch.randperm(copies.numel(), generator=torch.Generator().manual_seed(0))
     ids, probs = copies[order].view(-1, shape.top_k), torch.ones(shape.num_tokens, shape.top_k)
@@ -233,11 +233,11 @@ def large_row(workload: str, shape: RoutingShape, rounds: int) -> str:
         total=counts[0],
         first=torch.zeros_like(counts[0]),
         slot_expert=plan.slot_expert,
-        tokens=plan.rerouted[0],
+        tokens=plan.sent,
     )
     assert torch.equal(reroute(ids, probs, row)[0], reroute_ids_reference(ids, *vars(row).values()))
     times = (
-        processor_us(lambda: plan_offload_on_device(counts, num_spare_slots=2), rounds),
+        processor_us(lambda: plan_offload_on_device(counts, rank=0, num_spare_slots=2), rounds),
         processor_us(lambda: reroute(ids, probs, row), rounds),
         processor_us(lambda: reroute_ids_reference(ids, *vars(row).values()), 5),
     )
@@ -353,14 +353,14 @@ def gpu_times(num_ranks: int, num_experts: int, rounds: int) -> tuple[float, flo
     inputs = [torch.from_numpy(np.array(c, np.int64)).cuda() for c in routings(shape, 2)]
     static = inputs[0].clone()
     plan_us = replayed_us(
-        lambda: plan_offload_on_device(static, num_spare_slots=2),
+        lambda: plan_offload_on_device(static, rank=0, num_spare_slots=2),
         lambda number: static.copy_(inputs[number % len(inputs)]),
         rounds,
     )
     ids, rows = [], []
     random = torch.Generator().manual_seed(0)
     for counts in inputs:
-        plan = plan_offload_on_device(counts, num_spare_slots=2)
+        plan = plan_offload_on_device(counts, rank=0, num_spare_slots=2)
         copies = torch.repeat_interleave(torch.arange(num_experts), counts[0].cpu())
         ids.append(copies[torch.randperm(copies.numel(), generator=random)].view(-1, 8).cuda())
         rows.append(
@@ -368,7 +368,7 @@ def gpu_times(num_ranks: int, num_experts: int, rounds: int) -> tuple[float, flo
                 total=counts[0].clone(),
                 first=torch.zeros_like(counts[0]),
                 slot_expert=plan.slot_expert,
-                tokens=plan.rerouted[0].clone(),
+                tokens=plan.sent.clone(),
             )
         )
     static_ids, static_row = ids[0].clone(), SourceRow(**vars(rows[0]))
@@ -402,8 +402,12 @@ def gpu_table(rounds: int) -> str:
             "planner": "echo" if number % 5 == 4 else "balanced",
             "tolerance": (0.0, 0.01)[number % 2],
         }
-        device = plan_offload_on_device(torch.from_numpy(counts).cuda(), **settings)
-        equal += device.to_host() == plan_offload(counts, **settings)
+        host, rank = torch.from_numpy(counts), number % num_ranks
+        plans = [
+            plan_offload_on_device(each, rank=rank, **settings) for each in (host.cuda(), host)
+        ]
+        numbers = [[*vars(plan).values()][2:-1] for plan in plans]  # without the time
+        equal += all(torch.equal(a.cpu(), b) for a, b in zip(*numbers, strict=True))
     lines.append(f"{equal} of {total} random plans are those of the CPU")
     return "\n".join(lines)
 

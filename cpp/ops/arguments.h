@@ -332,6 +332,7 @@ inline void check_integers(const char* name,
 }
 
 inline moe::PlanSpec checked_spec(const Tensor& counts,
+                                  int64_t rank,
                                   int64_t num_spare_slots,
                                   bool is_balanced,
                                   int64_t tolerance,
@@ -346,6 +347,8 @@ inline moe::PlanSpec checked_spec(const Tensor& counts,
       .min_imbalance_per_million = min_imbalance,
       .domain_size = domain_size};
   moe::require_spec(spec, counts.size(0));
+  MC_REQUIRE(rank >= 0 && rank < counts.size(0), "rank must be in [0, {}), got {}", counts.size(0),
+             rank);
   return spec;
 }
 
@@ -388,20 +391,16 @@ inline void check_echo_sums(const Tensor& sums) {
 
 // REQUIRES: contiguous tensors.
 inline moe::EchoReport checked_report(const moe::PlanShape& shape,
-                                      const Tensor& rerouted,
                                       const Tensor& load_before,
                                       const Tensor& summary,
                                       const Tensor& elapsed_ns,
                                       const Tensor& copies_of_place) {
-  const int64_t ranks = shape.num_ranks;
-  check_integers("rerouted", rerouted, {ranks, ranks, shape.num_spare_slots});
-  check_integers("load_before", load_before, {ranks});
-  check_integers("summary", summary, {5});
+  check_integers("load_before", load_before, {shape.num_ranks});
+  check_integers("summary", summary, {moe::kPlanNumbers});
   check_integers("elapsed_ns", elapsed_ns, {1});
   check_integers("copies_of_place", copies_of_place, {shape.num_experts + shape.num_slots()});
   return {.load_before = load_before.data<int64_t>(),
-          .rerouted = rerouted.data<int64_t>(),
-          .summary = summary.data<int64_t>(),
+          .summary = summary.data<moe::PlanSummary>(),
           .elapsed_ns = elapsed_ns.data<int64_t>()};
 }
 

@@ -5,45 +5,45 @@
 #include "megacore/moe/offload_plan.h"
 
 namespace megacore::ops {
-namespace {
 
-Tensor tensor_of(std::span<const int64_t> numbers, std::initializer_list<int64_t> sizes) {
-  Tensor tensor = empty(sizes, kDTypes.int64);
-  std::ranges::copy(numbers, tensor.mutable_data<int64_t>());
-  return tensor;
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
-                                                                        int64_t num_spare_slots,
-                                                                        bool is_balanced,
-                                                                        int64_t tolerance,
-                                                                        int64_t min_imbalance,
-                                                                        int64_t domain_size) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
+    Tensor counts,
+    int64_t rank,
+    int64_t num_spare_slots,
+    bool is_balanced,
+    int64_t tolerance,
+    int64_t min_imbalance,
+    int64_t domain_size) {
   using Clock = std::chrono::steady_clock;
   const moe::PlanSpec spec =
-      checked_spec(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+      checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
   const int64_t ranks = counts.size(0), experts = counts.size(1);
   counts = contiguous(std::move(counts));
   Tensor slot_expert = empty({ranks, num_spare_slots}, kDTypes.int64);
-  Tensor rerouted = empty({ranks, ranks, num_spare_slots}, kDTypes.int64);
+  Tensor sent = empty({ranks, num_spare_slots}, kDTypes.int64);
+  Tensor arriving = empty({ranks, experts / ranks + num_spare_slots}, kDTypes.int64);
   Tensor load_before = empty({ranks}, kDTypes.int64);
   Tensor load_after = empty({ranks}, kDTypes.int64);
   const auto start = Clock::now();
-  const moe::OffloadPlanSummary plan =
-      moe::plan_offload_to({counts.data<int64_t>(), ranks, experts}, spec,
-                           {.slot_expert = slot_expert.mutable_data<int64_t>(),
-                            .rerouted = rerouted.mutable_data<int64_t>(),
-                            .load_before = load_before.mutable_data<int64_t>(),
-                            .load_after = load_after.mutable_data<int64_t>()});
+  const moe::PlanSummary plan =
+      moe::plan_offload_of_rank({counts.data<int64_t>(), ranks, experts}, spec, rank,
+                                {.slot_expert = slot_expert.mutable_data<int64_t>(),
+                                 .sent = sent.mutable_data<int64_t>(),
+                                 .arriving = arriving.mutable_data<int64_t>(),
+                                 .load_before = load_before.mutable_data<int64_t>(),
+                                 .load_after = load_after.mutable_data<int64_t>()});
   const std::chrono::nanoseconds elapsed = Clock::now() - start;
-  const int64_t bound_holds = plan.bound_holds ? 1 : 0;
-  Tensor summary = tensor_of(
-      std::array{plan.max_load, plan.num_clones, plan.bound, bound_holds, int64_t{1}}, {5});
-  return {std::move(slot_expert), std::move(rerouted),
-          std::move(load_before), std::move(load_after),
-          std::move(summary),     tensor_of(std::array{int64_t{elapsed.count()}}, {1})};
+  Tensor elapsed_ns = empty({1}, kDTypes.int64);
+  *elapsed_ns.mutable_data<int64_t>() = elapsed.count();
+  Tensor summary = empty({moe::kPlanNumbers}, kDTypes.int64);
+  *summary.mutable_data<moe::PlanSummary>() = plan;
+  return {std::move(slot_expert),
+          std::move(sent),
+          std::move(arriving),
+          std::move(load_before),
+          std::move(load_after),
+          std::move(summary),
+          std::move(elapsed_ns)};
 }
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {
@@ -61,7 +61,6 @@ Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert
 
 Tensor count_plan(Tensor sums,
                   Tensor slot_expert,
-                  Tensor rerouted,
                   Tensor load_before,
                   Tensor summary,
                   Tensor elapsed_ns,
@@ -70,12 +69,11 @@ Tensor count_plan(Tensor sums,
   check_echo_sums(sums);
   const moe::PlanShape shape = checked_slots(slot_expert, num_experts);
   slot_expert = contiguous(std::move(slot_expert));
-  rerouted = contiguous(std::move(rerouted));
   load_before = contiguous(std::move(load_before));
   summary = contiguous(std::move(summary));
   copies_of_place = contiguous(std::move(copies_of_place));
   const moe::EchoReport report =
-      checked_report(shape, rerouted, load_before, summary, elapsed_ns, copies_of_place);
+      checked_report(shape, load_before, summary, elapsed_ns, copies_of_place);
   Tensor copies = empty({num_experts}, kDTypes.int64);
   moe::count_plan(shape, report, slot_expert.data<int64_t>(), copies_of_place.data<int64_t>(),
                   copies.mutable_data<int64_t>(), sums.mutable_data<double>());

@@ -145,16 +145,19 @@ void decide_step(Tensor state,
 // The sum of all squares, a float64 scalar.
 Tensor sum_of_squares(Tensor values);
 
-// A plan of clones from the tokens of each rank for each expert (R, E); see moe/offload_plan.h.
-// Slots (R, S), tokens that leave their home (R, R, S), loads before and after (R), the five
-// numbers of moe::TeamPlanSummary, and the nanoseconds that it took. Tolerance and imbalance are in
+// A plan of clones from the tokens of each rank for each expert (R, E), as `rank` needs it; see
+// moe/offload_plan.h. Slots (R, S), tokens that it sends to them (R, S), tokens that it gets from
+// each rank for its home experts and slots (R, E / R + S), loads before and after (R), the numbers
+// of moe::PlanSummary, and the nanoseconds that it took. Tolerance and imbalance are in
 // millionths.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
-                                                                        int64_t num_spare_slots,
-                                                                        bool is_balanced,
-                                                                        int64_t tolerance,
-                                                                        int64_t min_imbalance,
-                                                                        int64_t domain_size);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
+    Tensor counts,
+    int64_t rank,
+    int64_t num_spare_slots,
+    bool is_balanced,
+    int64_t tolerance,
+    int64_t min_imbalance,
+    int64_t domain_size);
 
 // The place of each copy (T, k), by a row of a plan with clones; see moe/reroute.h.
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens);
@@ -163,7 +166,6 @@ Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert
 // expert is in [first, end). See moe/echo_counts.h.
 Tensor count_plan(Tensor sums,
                   Tensor slot_expert,
-                  Tensor rerouted,
                   Tensor load_before,
                   Tensor summary,
                   Tensor elapsed_ns,

@@ -47,20 +47,14 @@ __global__ void __launch_bounds__(kRowThreads) count_plan_kernel(moe::PlanShape 
   }
   int64_t highest = 0;
   int64_t total = 0;
-  int64_t moved = 0;
   for (int64_t rank = threadIdx.x; rank < shape.num_ranks; rank += kRowThreads) {
     highest = LargerOf{}(highest, report.load_before[rank]);
     total += report.load_before[rank];
   }
-  const int64_t numel = shape.num_ranks * shape.num_slots();
-  for (int64_t i = threadIdx.x; i < numel; i += kRowThreads) {
-    moved += report.rerouted[i];
-  }
   highest = over_block(highest, LargerOf{}, of_warps);
   total = over_block(total, SumOf{}, of_warps);
-  moved = over_block(moved, SumOf{}, of_warps);
   if (threadIdx.x == 0) {
-    moe::add_report(shape, report, highest, total, moved, sums);
+    moe::add_report(shape, report, highest, total, sums);
   }
 }
 

@@ -6,36 +6,41 @@
 
 namespace megacore::ops {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(Tensor counts,
-                                                                        int64_t num_spare_slots,
-                                                                        bool is_balanced,
-                                                                        int64_t tolerance,
-                                                                        int64_t min_imbalance,
-                                                                        int64_t domain_size) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
+    Tensor counts,
+    int64_t rank,
+    int64_t num_spare_slots,
+    bool is_balanced,
+    int64_t tolerance,
+    int64_t min_imbalance,
+    int64_t domain_size) {
   const moe::PlanSpec spec =
-      checked_spec(counts, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+      checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
   const Device device(counts);
   const int64_t ranks = counts.size(0), experts = counts.size(1);
   counts = device.contiguous(std::move(counts));
   Tensor slot_expert = device.empty({ranks, num_spare_slots}, kDTypes.int64);
-  Tensor rerouted = device.empty({ranks, ranks, num_spare_slots}, kDTypes.int64);
+  Tensor sent = device.empty({ranks, num_spare_slots}, kDTypes.int64);
+  Tensor arriving = device.empty({ranks, experts / ranks + num_spare_slots}, kDTypes.int64);
   Tensor load_before = device.empty({ranks}, kDTypes.int64);
   Tensor load_after = device.empty({ranks}, kDTypes.int64);
-  Tensor summary = device.empty({sizeof(moe::TeamPlanSummary) / sizeof(int64_t)}, kDTypes.int64);
+  Tensor summary = device.empty({moe::kPlanNumbers}, kDTypes.int64);
   Tensor elapsed_ns = device.empty({1}, kDTypes.int64);
   cuda::plan_offload(
       {.shape = {.num_ranks = ranks, .num_experts = experts, .num_spare_slots = num_spare_slots},
        .spec = spec,
        .counts = counts.data<int64_t>(),
-       .plan = {.slot_expert = slot_expert.mutable_data<int64_t>(),
-                .rerouted = rerouted.mutable_data<int64_t>(),
+       .plan = {.rank = rank,
+                .slot_expert = slot_expert.mutable_data<int64_t>(),
+                .sent = sent.mutable_data<int64_t>(),
+                .arriving = arriving.mutable_data<int64_t>(),
                 .load_before = load_before.mutable_data<int64_t>(),
                 .load_after = load_after.mutable_data<int64_t>(),
-                .summary = summary.mutable_data<moe::TeamPlanSummary>()},
+                .summary = summary.mutable_data<moe::PlanSummary>()},
        .elapsed_ns = elapsed_ns.mutable_data<int64_t>()},
       device.stream());
-  return {std::move(slot_expert), std::move(rerouted), std::move(load_before),
-          std::move(load_after),  std::move(summary),  std::move(elapsed_ns)};
+  return {std::move(slot_expert), std::move(sent),    std::move(arriving),  std::move(load_before),
+          std::move(load_after),  std::move(summary), std::move(elapsed_ns)};
 }
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {
@@ -60,7 +65,6 @@ Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert
 
 Tensor count_plan(Tensor sums,
                   Tensor slot_expert,
-                  Tensor rerouted,
                   Tensor load_before,
                   Tensor summary,
                   Tensor elapsed_ns,
@@ -68,15 +72,13 @@ Tensor count_plan(Tensor sums,
                   int64_t num_experts) {
   check_echo_sums(sums);
   const moe::PlanShape shape = checked_slots(slot_expert, num_experts);
-  const Device device(sums, slot_expert, rerouted, load_before, summary, elapsed_ns,
-                      copies_of_place);
+  const Device device(sums, slot_expert, load_before, summary, elapsed_ns, copies_of_place);
   slot_expert = device.contiguous(std::move(slot_expert));
-  rerouted = device.contiguous(std::move(rerouted));
   load_before = device.contiguous(std::move(load_before));
   summary = device.contiguous(std::move(summary));
   copies_of_place = device.contiguous(std::move(copies_of_place));
   const moe::EchoReport report =
-      checked_report(shape, rerouted, load_before, summary, elapsed_ns, copies_of_place);
+      checked_report(shape, load_before, summary, elapsed_ns, copies_of_place);
   Tensor copies = device.empty({num_experts}, kDTypes.int64);
   cuda::count_plan(shape, report, slot_expert.data<int64_t>(), copies_of_place.data<int64_t>(),
                    copies.mutable_data<int64_t>(), sums.mutable_data<double>(), device.stream());

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megacore.errors import MegacoreError
-from megacore.moe import OffloadPlan
 from megacore.moe.dispatchers import AllToAllDispatcher, DispatchPlan, Routing
 from megacore.moe.dispatchers.base import gather_counts
 from megacore.ops.echo_counts import EchoCounts
@@ -234,14 +233,18 @@ def test_training_with_clones_is_training_without(
 # ---- plans, memory, checkpoints, full buffers ----------------------------------------------------
 
 
-def record_plans(trainer: Trainer) -> list[OffloadPlan]:
+# What all ranks know of a plan.
+COMMON = "slot_expert", "load_before", "load_after", "summary"
+
+
+def record_plans(trainer: Trainer) -> list[dict[str, list[Any]]]:
     """Collects the plans of all layers of this rank from now on."""
-    plans: list[OffloadPlan] = []
+    plans: list[dict[str, list[Any]]] = []
 
     def recording(plan: Any) -> Any:
         def run(*args: Any) -> Any:
             result = plan(*args)
-            plans.append(result.offload.to_host())
+            plans.append({name: getattr(result.offload, name).tolist() for name in COMMON})
             return result
 
         return run
@@ -284,7 +287,7 @@ def test_plans_agree_and_slots_leave_no_trace_in_checkpoints(tmp_path: Path) -> 
     first = results[0]
     # 6 steps, 3 layers, dp 4 with 1 microbatch each.
     assert len(first["plans"]) == 18
-    assert all(plan.num_clones > 0 for plan in first["plans"])
+    assert all(plan["summary"][1] > 0 for plan in first["plans"])
     assert first["echo"].keys() == {1, 2, 3}
     assert all(counts.bytes_sent > 0 for counts in first["echo"].values())
     for result in results[1:]:
@@ -310,9 +313,7 @@ def compare_counts(_rank: int, changes: dict[str, Any]) -> list[tuple[bool, int]
     found = []
     plan_of = AllToAllDispatcher.preprocess_counted
 
-    def compared(
-        self: AllToAllDispatcher, routing: Routing, arriving: Callable[[], Tensor]
-    ) -> DispatchPlan:
+    def compared(self: AllToAllDispatcher, routing: Routing, arriving: Tensor) -> DispatchPlan:
         plan = plan_of(self, routing, arriving)
         exchanged = gather_counts(plan.tokens_per_expert, self.placement)
         clones = exchanged[:, self.placement.num_local - 2 :]  # of 2 slots

@@ -11,7 +11,9 @@ from torch import Tensor
 from megacore.moe import plan_offload, plan_offload_on_device
 from megacore.ops import has_cuda_kernels
 from megacore.ops.echo_counts import count_held_, count_plan_
+from megacore.moe.echo.device_plan import DevicePlan
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
+from tests.support.offload_parts import numbers_of, part_of_rank
 from tests.unit.ops.test_echo_counts import random_plan
 
 pytestmark = [
@@ -51,9 +53,11 @@ def test_plans_are_those_of_the_cpu(shape: tuple[int, int]) -> None:
     for seed in range(300):
         counts = random_counts(*shape, seed)
         with poisoned_memory():
-            plan = plan_offload_on_device(counts.cuda(), **options(seed, shape[0]))
+            plan = plan_offload_on_device(
+                counts.cuda(), rank=seed % shape[0], **options(seed, shape[0])
+            )
         expected = plan_offload(counts, **options(seed, shape[0]))
-        assert plan.to_host() == expected, (seed, options(seed, shape[0]))
+        assert numbers_of(plan) == part_of_rank(expected, counts, seed % shape[0]), seed
         num_clones += expected.num_clones
     assert num_clones > 0 or shape[0] == 1
 
@@ -63,49 +67,45 @@ def test_plans_of_64_ranks_are_those_of_the_cpu(num_experts: int) -> None:
     for seed in range(60):
         counts = random_counts(64, num_experts, seed)
         with poisoned_memory():
-            plan = plan_offload_on_device(counts.cuda(), **options(seed, 64))
-        assert plan.to_host() == plan_offload(counts, **options(seed, 64)), seed
+            plan = plan_offload_on_device(counts.cuda(), rank=seed, **options(seed, 64))
+        expected = plan_offload(counts, **options(seed, 64))
+        assert numbers_of(plan) == part_of_rank(expected, counts, seed), seed
 
 
 def test_a_captured_plan_follows_changing_counts() -> None:
     static = random_counts(16, 64, 0).cuda()
 
-    def run() -> tuple[Tensor, ...]:
-        plan = plan_offload_on_device(static, num_spare_slots=2)
-        return plan.slot_expert, plan.rerouted, plan.load_after, plan.summary
+    def run() -> DevicePlan:
+        return plan_offload_on_device(static, rank=3, num_spare_slots=2)
 
     with synchronising_is_an_error():
         run()
-    graph, outputs = capture(run)
+    graph, plan = capture(run)
     for seed in range(20):
         counts = random_counts(16, 64, seed)
         static.copy_(counts)
         graph.replay()
         expected = plan_offload(counts, num_spare_slots=2)
-        assert outputs[0].tolist() == expected.slot_expert.tolist()
-        assert outputs[1].tolist() == expected.rerouted.tolist()
-        assert outputs[2].tolist() == expected.load_after.tolist()
-        assert outputs[3][0].item() == expected.max_load
+        assert numbers_of(plan) == part_of_rank(expected, counts, 3)
 
 
 def test_invalid_counts_are_marked() -> None:
     for bad in (-1, 1 << 31):
         counts = torch.full((2, 4), 5, device="cuda")
         counts[1, 2] = bad
-        plan = plan_offload_on_device(counts, num_spare_slots=1)
+        plan = plan_offload_on_device(counts, rank=0, num_spare_slots=1)
         assert plan.summary[4].item() == 0
         assert plan.slot_expert.tolist() == [[-1], [-1]]
         with pytest.raises(ValueError, match="invalid counts"):
-            plan.to_host()
+            plan.read_slots()
 
 
 @pytest.mark.real_gpu
 def test_a_problem_too_large_for_the_kernel_is_planned_by_the_cpu() -> None:
     counts = random_counts(512, 2048, 1)
-    plan = plan_offload_on_device(counts.cuda(), num_spare_slots=64)
-    assert torch.equal(
-        plan.slot_expert.cpu(), plan_offload_on_device(counts, num_spare_slots=64).slot_expert
-    )
+    plan = plan_offload_on_device(counts.cuda(), rank=9, num_spare_slots=64)
+    expected = plan_offload_on_device(counts, rank=9, num_spare_slots=64)
+    assert numbers_of(plan) == numbers_of(expected)
 
 
 def test_counters_are_those_of_the_cpu() -> None:

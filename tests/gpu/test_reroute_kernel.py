@@ -30,10 +30,8 @@ def random_case(seed: int, num_ranks: int, num_experts: int) -> tuple[Tensor, Te
     counts = random_counts(num_ranks, num_experts, seed) % 500
     first = counts[0] % 3
     counts[0] = sort_by_expert(ids, num_experts)[1] + first
-    plan = plan_offload_on_device(counts, num_spare_slots=1 + seed % 3, tolerance=0.0)
-    row = SourceRow(
-        total=counts[0], first=first, slot_expert=plan.slot_expert, tokens=plan.rerouted[0]
-    )
+    plan = plan_offload_on_device(counts, rank=0, num_spare_slots=1 + seed % 3, tolerance=0.0)
+    row = SourceRow(total=counts[0], first=first, slot_expert=plan.slot_expert, tokens=plan.sent)
     return ids, torch.rand(ids.shape, generator=random), row
 
 

@@ -165,7 +165,9 @@ def run_clones(groups: ProcessGroups, device: torch.device) -> None:
         random = torch.Generator().manual_seed(number)
         heat = torch.rand(num_ranks * local, generator=random) ** 4
         counts = (torch.rand(num_ranks, num_ranks * local, generator=random) * heat * 100).long()
-        plan = plan_offload_on_device(counts.to(device), num_spare_slots=slots, tolerance=0.0)
+        plan = plan_offload_on_device(
+            counts.to(device), rank=rank, num_spare_slots=slots, tolerance=0.0
+        )
         held = plan.slot_expert.tolist()
         memory.open()
         for projection in (FC1, FC2):

@@ -20,10 +20,8 @@ void count_plan(const PlanShape& shape,
     copies[expert] = copies_of_expert(shape, slot_expert, copies_of_place, expert);
   }
   const int64_t* loads = report.load_before;
-  const int64_t* moved_end = report.rerouted + ranks * shape.num_slots();
   add_report(shape, report, *std::max_element(loads, loads + ranks),
-             std::accumulate(loads, loads + ranks, int64_t{0}),
-             std::accumulate(report.rerouted, moved_end, int64_t{0}), sums);
+             std::accumulate(loads, loads + ranks, int64_t{0}), sums);
 }
 
 void count_held(const int64_t* slot_expert,

@@ -42,11 +42,45 @@ void write_loads(const PlanShape& shape, const PlanMemory& memory, const TeamPla
   }
 }
 
-}  // namespace
+void write_of_rank(const PlanShape& shape,
+                   const int64_t* counts,
+                   const SourceTokens& split,
+                   const TeamPlan& plan) {
+  const int64_t local = shape.experts_per_rank();
+  const int64_t first = plan.rank * local;
+  const int64_t first_slot = plan.rank * shape.num_spare_slots;
+  std::vector<size_t> here;      // clones in slots of the rank
+  std::vector<size_t> of_homes;  // clones of its home experts
+  std::fill_n(plan.sent, shape.num_slots(), 0);
+  for (size_t i = 0; i < split.num_clones(); ++i) {
+    plan.sent[split.slot[i]] = split.of_source(plan.rank)[i];
+    if (split.slot[i] >= first_slot && split.slot[i] < first_slot + shape.num_spare_slots) {
+      here.push_back(i);
+    }
+    if (shape.home(split.expert[i]) == plan.rank) {
+      of_homes.push_back(i);
+    }
+  }
+  for (int64_t source = 0; source < shape.num_ranks; ++source) {
+    int64_t* row = plan.arriving + source * shape.places_per_rank();
+    std::copy_n(counts + source * shape.num_experts + first, local, row);
+    std::fill_n(row + local, shape.num_spare_slots, 0);
+    const int32_t* tokens = split.of_source(source);
+    for (const size_t i : of_homes) {
+      row[split.expert[i] - first] -= tokens[i];
+    }
+    for (const size_t i : here) {
+      row[local + split.slot[i] - first_slot] = tokens[i];
+    }
+  }
+}
 
-OffloadPlanSummary plan_offload_to(const TokenCounts& counts,
-                                   const PlanSpec& spec,
-                                   const OffloadPlanArrays& plan) {
+// `write_tokens` gets the tokens of all sources for all clones.
+template <typename WriteTokens>
+PlanSummary plan_with(const TokenCounts& counts,
+                      const PlanSpec& spec,
+                      TeamPlan plan,
+                      const WriteTokens& write_tokens) {
   const Loads loads = sum_loads(counts);
   require_spec(spec, counts.num_ranks);
   const PlanShape shape{counts.num_ranks, counts.num_experts, spec.num_spare_slots};
@@ -58,29 +92,42 @@ OffloadPlanSummary plan_offload_to(const TokenCounts& counts,
       .total = loads.total,
       .highest_load = loads.highest(),
       .largest_expert = *std::max_element(loads.experts.begin(), loads.experts.end())};
-  TeamPlanSummary summary;
+  PlanSummary summary;
+  plan.summary = &summary;
   const PlannerCall call{.shape = shape,
                          .spec = spec,
                          .memory = memory,
                          .counts = counts.tokens,
-                         .plan = {.slot_expert = plan.slot_expert,
-                                  .rerouted = plan.rerouted,
-                                  .load_before = plan.load_before,
-                                  .load_after = plan.load_after,
-                                  .summary = &summary}};
+                         .plan = plan};
   choose_by_one_thread(call);
-  split_sources(shape, spec.is_balanced(), counts.tokens, memory.experts(), memory.chosen(),
-                plan.rerouted);
+  write_tokens(shape, split_sources(shape, spec.is_balanced(), counts.tokens, memory.experts(),
+                                    memory.chosen()));
   write_loads(shape, memory, call.plan);
   planner_of(call).summarize();
   MC_INVARIANT(summary.bound_holds != 0 || !spec.is_balanced() ||
                    spec.num_spare_slots < shape.experts_per_rank(),
                "the plan leaves a rank with {} tokens, above the guaranteed {}", summary.max_load,
                summary.bound);
-  return {.max_load = summary.max_load,
-          .num_clones = summary.num_clones,
-          .bound = summary.bound,
-          .bound_holds = summary.bound_holds != 0};
+  return summary;
+}
+
+}  // namespace
+
+PlanSummary plan_offload_of_rank(const TokenCounts& counts,
+                                 const PlanSpec& spec,
+                                 int64_t rank,
+                                 const RankPlanArrays& plan) {
+  MC_REQUIRE(rank >= 0 && rank < counts.num_ranks, "rank must be in [0, {}), got {}",
+             counts.num_ranks, rank);
+  const TeamPlan arrays = {.rank = rank,
+                           .slot_expert = plan.slot_expert,
+                           .sent = plan.sent,
+                           .arriving = plan.arriving,
+                           .load_before = plan.load_before,
+                           .load_after = plan.load_after};
+  return plan_with(counts, spec, arrays, [&](const PlanShape& shape, const SourceTokens& split) {
+    write_of_rank(shape, counts.tokens, split, arrays);
+  });
 }
 
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec) {
@@ -95,15 +142,22 @@ OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec) {
                    .rerouted = std::vector<int64_t>(ranks * slots),
                    .load_before = std::vector<int64_t>(ranks),
                    .load_after = std::vector<int64_t>(ranks)};
-  const OffloadPlanSummary summary = plan_offload_to(counts, spec,
-                                                     {.slot_expert = plan.slot_expert.data(),
-                                                      .rerouted = plan.rerouted.data(),
-                                                      .load_before = plan.load_before.data(),
-                                                      .load_after = plan.load_after.data()});
+  const TeamPlan arrays = {.slot_expert = plan.slot_expert.data(),
+                           .load_before = plan.load_before.data(),
+                           .load_after = plan.load_after.data()};
+  const auto write_rerouted = [&](const PlanShape& shape, const SourceTokens& split) {
+    for (int64_t source = 0; source < shape.num_ranks; ++source) {
+      int64_t* row = plan.rerouted.data() + source * shape.num_slots();
+      for (size_t i = 0; i < split.num_clones(); ++i) {
+        row[split.slot[i]] = split.of_source(source)[i];
+      }
+    }
+  };
+  const PlanSummary summary = plan_with(counts, spec, arrays, write_rerouted);
   plan.max_load = summary.max_load;
   plan.num_clones = summary.num_clones;
   plan.bound = summary.bound;
-  plan.bound_holds = summary.bound_holds;
+  plan.bound_holds = summary.bound_holds != 0;
   return plan;
 }
 

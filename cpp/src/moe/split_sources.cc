@@ -13,17 +13,12 @@ namespace {
 // which is more than half of the distance between doubles there.
 constexpr double kExactProduct = 9007199254740992.0;  // 2^53
 
-// Clones in use in the order of their slots, as arrays for vector instructions.
-struct Clones {
-  std::vector<int64_t> slot;
-  std::vector<int32_t> expert;
-  std::vector<int64_t> own;     // tokens of the clone's own rank
-  std::vector<double> missing;  // tokens it still needs
-  std::vector<double> total;    // tokens of the expert that sources have left, at least 1
-  std::vector<int32_t> parts;   // proportional shares of one source
-  std::vector<int64_t> given;   // proportional shares of all sources
-
-  size_t size() const { return slot.size(); }
+// Numbers of the clones in use, in the order of their slots.
+struct Shares {
+  std::vector<int64_t> own = {};     // tokens of the clone's own rank
+  std::vector<double> missing = {};  // tokens it still needs
+  std::vector<double> total = {};    // tokens of the expert that sources have left, at least 1
+  std::vector<int64_t> given = {};   // proportional shares of all sources
 };
 
 MC_VECTOR_CLONES_V4 void to_doubles(const int64_t* __restrict__ from,
@@ -50,13 +45,13 @@ MC_VECTOR_CLONES_V4 void take_shares(const double* __restrict__ left,
 }
 
 // As take_shares for products that doubles cannot represent.
-void take_large_shares(const double* left, Clones& c) {
-  for (size_t i = 0; i < c.size(); ++i) {
-    const auto part = static_cast<int32_t>(
-        proportional_floor(static_cast<int64_t>(left[c.expert[i]]),
-                           static_cast<int64_t>(c.missing[i]), static_cast<int64_t>(c.total[i])));
-    c.parts[i] = part;
-    c.given[i] += part;
+void take_large_shares(const double* left, const int32_t* expert, Shares& shares, int32_t* parts) {
+  for (size_t i = 0; i < shares.given.size(); ++i) {
+    const auto part = static_cast<int32_t>(proportional_floor(
+        static_cast<int64_t>(left[expert[i]]), static_cast<int64_t>(shares.missing[i]),
+        static_cast<int64_t>(shares.total[i])));
+    parts[i] = part;
+    shares.given[i] += part;
   }
 }
 
@@ -65,11 +60,11 @@ class SourceSplit {
   SourceSplit(const PlanShape& shape,
               const int64_t* counts,
               const SlotTable& chosen,
-              int64_t* rerouted)
+              SourceTokens& result)
       : s_(shape),
         counts_(counts),
         chosen_(chosen),
-        rerouted_(rerouted),
+        c_(result),
         left_(static_cast<size_t>(shape.num_experts)),
         stays_(static_cast<size_t>(shape.num_experts), 0) {}
 
@@ -86,8 +81,8 @@ class SourceSplit {
             is_balanced ? smaller(count(slot / s_.num_spare_slots, expert), tokens) : 0;
         c_.slot.push_back(slot);
         c_.expert.push_back(static_cast<int32_t>(expert));
-        c_.own.push_back(own);
-        c_.missing.push_back(static_cast<double>(tokens - own));
+        shares_.own.push_back(own);
+        shares_.missing.push_back(static_cast<double>(tokens - own));
         moved[static_cast<size_t>(expert)] += tokens;
         left[static_cast<size_t>(expert)] -= own;
       }
@@ -99,30 +94,26 @@ class SourceSplit {
         left[e] -= stays_[e];
       }
     }
-    for (size_t i = 0; i < c_.size(); ++i) {
+    for (size_t i = 0; i < c_.num_clones(); ++i) {
       const auto total = static_cast<double>(left[static_cast<size_t>(c_.expert[i])]);
-      c_.total.push_back(std::max(total, 1.0));
-      is_exact_ &= total * c_.missing[i] < kExactProduct;
+      shares_.total.push_back(std::max(total, 1.0));
+      is_exact_ &= total * shares_.missing[i] < kExactProduct;
     }
-    c_.parts.resize(c_.size());
-    c_.given.resize(c_.size(), 0);
+    shares_.given.resize(c_.num_clones(), 0);
+    c_.tokens = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(s_.num_ranks) *
+                                                          c_.num_clones());
   }
 
   // Proportional shares, rounded down.
   void share() {
-    const auto num_clones = static_cast<int64_t>(c_.size());
+    const auto num_clones = static_cast<int64_t>(c_.num_clones());
     for (int64_t source = 0; source < s_.num_ranks; ++source) {
       find_left(source);
       if (is_exact_) {
-        take_shares(left_.data(), c_.expert.data(), c_.missing.data(), c_.total.data(), num_clones,
-                    c_.parts.data(), c_.given.data());
+        take_shares(left_.data(), c_.expert.data(), shares_.missing.data(), shares_.total.data(),
+                    num_clones, row_of(source), shares_.given.data());
       } else {
-        take_large_shares(left_.data(), c_);
-      }
-      int64_t* row = row_of(source);
-      std::fill_n(row, s_.num_slots(), 0);
-      for (size_t i = 0; i < c_.size(); ++i) {
-        row[c_.slot[i]] = c_.parts[i];
+        take_large_shares(left_.data(), c_.expert.data(), shares_, row_of(source));
       }
     }
   }
@@ -132,14 +123,14 @@ class SourceSplit {
     std::vector<Queue> open = queues();
     for (int64_t source = 0; source < s_.num_ranks && !open.empty(); ++source) {
       find_left(source);
-      int64_t* row = row_of(source);
+      int32_t* row = row_of(source);
       std::erase_if(open, [&](Queue& queue) { return serve(queue, row); });
     }
   }
 
   void add_own() {
-    for (size_t i = 0; i < c_.size(); ++i) {
-      row_of(c_.slot[i] / s_.num_spare_slots)[c_.slot[i]] += c_.own[i];
+    for (size_t i = 0; i < c_.num_clones(); ++i) {
+      row_of(c_.slot[i] / s_.num_spare_slots)[i] += static_cast<int32_t>(shares_.own[i]);
     }
   }
 
@@ -153,9 +144,11 @@ class SourceSplit {
   int64_t count(int64_t source, int64_t expert) const {
     return counts_[source * s_.num_experts + expert];
   }
-  int64_t* row_of(int64_t source) const { return rerouted_ + source * s_.num_slots(); }
+  int32_t* row_of(int64_t source) const {
+    return c_.tokens.get() + static_cast<size_t>(source) * c_.num_clones();
+  }
   int64_t missing_after(size_t clone) const {
-    return static_cast<int64_t>(c_.missing[clone]) - c_.given[clone];
+    return static_cast<int64_t>(shares_.missing[clone]) - shares_.given[clone];
   }
 
   // Tokens of the source for each expert that neither its own clones nor its home experts take.
@@ -170,13 +163,13 @@ class SourceSplit {
     auto found = std::lower_bound(c_.slot.begin(), c_.slot.end(), first_slot);
     for (; found != c_.slot.end() && *found < first_slot + s_.num_spare_slots; ++found) {
       const auto clone = static_cast<size_t>(found - c_.slot.begin());
-      left_[static_cast<size_t>(c_.expert[clone])] -= static_cast<double>(c_.own[clone]);
+      left_[static_cast<size_t>(c_.expert[clone])] -= static_cast<double>(shares_.own[clone]);
     }
   }
 
   // One queue for each expert whose clones miss tokens.
   std::vector<Queue> queues() {
-    by_expert_.resize(c_.size());
+    by_expert_.resize(c_.num_clones());
     for (size_t i = 0; i < by_expert_.size(); ++i) {
       by_expert_[i] = i;
     }
@@ -204,15 +197,15 @@ class SourceSplit {
   }
 
   // Gives what is left of a source after its proportional shares. True if no clone misses tokens.
-  bool serve(Queue& queue, int64_t* row) const {
+  bool serve(Queue& queue, int32_t* row) const {
     auto left =
         static_cast<int64_t>(left_[static_cast<size_t>(c_.expert[by_expert_[queue.begin]])]);
     for (size_t i = queue.begin; i < queue.end; ++i) {
-      left -= row[c_.slot[by_expert_[i]]];
+      left -= row[by_expert_[i]];
     }
     while (left > 0 && queue.at < queue.end) {
       const int64_t taken = smaller(left, queue.missing);
-      row[c_.slot[by_expert_[queue.at]]] += taken;
+      row[by_expert_[queue.at]] += static_cast<int32_t>(taken);
       left -= taken;
       queue.missing -= taken;
       skip_served(queue);
@@ -223,8 +216,8 @@ class SourceSplit {
   PlanShape s_;
   const int64_t* counts_;
   SlotTable chosen_;
-  int64_t* rerouted_;
-  Clones c_;
+  SourceTokens& c_;
+  Shares shares_;
   std::vector<double> left_;    // (expert,) of one source
   std::vector<int64_t> stays_;  // (expert,) tokens of the home rank that the home expert keeps
   std::vector<size_t> by_expert_;
@@ -233,17 +226,18 @@ class SourceSplit {
 
 }  // namespace
 
-void split_sources(const PlanShape& shape,
-                   bool is_balanced,
-                   const int64_t* counts,
-                   const int64_t* experts,
-                   const SlotTable& chosen,
-                   int64_t* rerouted) {
-  SourceSplit split(shape, counts, chosen, rerouted);
+SourceTokens split_sources(const PlanShape& shape,
+                           bool is_balanced,
+                           const int64_t* counts,
+                           const int64_t* experts,
+                           const SlotTable& chosen) {
+  SourceTokens result;
+  SourceSplit split(shape, counts, chosen, result);
   split.list_clones(is_balanced, experts);
   split.share();
   split.share_remainder();
   split.add_own();
+  return result;
 }
 
 }  // namespace megacore::moe

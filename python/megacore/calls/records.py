@@ -18,10 +18,10 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from megacore.calls.processes import Identity, is_dead
 from megacore.errors import printable
@@ -111,7 +111,8 @@ class RankCalls:
         status: How the rank has ended; empty if it did not write or was not seen to end.
         position: Where its main thread was a moment ago; may be empty.
         counts: Calls so far by stream.
-        records: The last calls, oldest first.
+        records: The last calls, oldest first. Those of a copy are read from its file at each use,
+            because those of all ranks would fill the memory.
         is_copy: Whether it is a copy made after a failure.
     """
 
@@ -122,8 +123,49 @@ class RankCalls:
     status: str = ""
     position: str = ""
     counts: dict[Stream, int] = field(default_factory=dict)
-    records: list[CallRecord] = field(default_factory=list)
+    records: Sequence[CallRecord] = ()
     is_copy: bool = False
+
+
+# Whether a record of a stream, with a number and in a state, is wanted.
+Wanted = Callable[[Stream, int, int], bool]
+
+
+class _CopiedRecords(Sequence[CallRecord]):
+    """Records of a file that nobody writes any more; none if it has been removed."""
+
+    def __init__(self, path: Path, known: dict[Any, Any]) -> None:
+        self._path, self._known = path, known
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    @overload
+    def __getitem__(self, index: int) -> CallRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CallRecord]: ...
+    def __getitem__(self, index: int | slice) -> CallRecord | list[CallRecord]:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[CallRecord]:
+        return iter(self._read())
+
+    def _read(self, wanted: Wanted | None = None) -> list[CallRecord]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
+            data = _data_of(self._path)
+            return _records_of(data, _names_of(data), self._known, wanted)
+        return []
+
+    def select(self, wanted: Wanted) -> list[CallRecord]:
+        """Return some of the records; the others are not decoded, which takes the time."""
+        return self._read(wanted)
+
+
+def select(records: Sequence[CallRecord], wanted: Wanted) -> list[CallRecord]:
+    """Return the records of a rank whose stream, number and state are wanted."""
+    if isinstance(records, _CopiedRecords):
+        return records.select(wanted)
+    return [record for record in records if wanted(record.stream, record.number, record.state)]
 
 
 def read_rings(run_dir: Path) -> list[RankCalls]:
@@ -233,23 +275,58 @@ def make_private(folder: Path) -> None:
 def _read(path: Path, *, is_copy: bool, known: dict[Any, Any] | None = None) -> RankCalls:
     """Read a ring; what another one has too, by ``known``, is one object."""
     known = {} if known is None else known
-    data = path.read_bytes()
-    if not data.startswith(MAGIC) or len(data) < NAMES_AT:
-        raise ValueError(f"{path} has no calls")
+    data = _data_of(path)
     header = json.loads(_text(data, len(MAGIC), STATUS_AT))
     own = {name: int(header[name]) for name in ("rank", "pid", "start")}
     host, space = str(header["host"]), str(header["space"])
-    names: dict[tuple[str, int], Any] = {}
+    names = _names_of(data)
+    counts = struct.unpack_from(f"<{MAX_STREAMS}Q", data, COUNTS_AT)
+    return RankCalls(
+        identity=Identity(host=host, space=space, **own),
+        world_size=int(header["world_size"]),
+        run=str(header["run"]),
+        since=float(header["since"]),
+        status=printable(_text(data, STATUS_AT, POSITION_AT)),
+        position=printable(_text(data, POSITION_AT, HEADER_BYTES)),
+        counts={stream: counts[index] for index, stream in _streams_of(names, known).items()},
+        records=_CopiedRecords(path, known) if is_copy else _records_of(data, names, known),
+        is_copy=is_copy,
+    )
+
+
+def _data_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    if not data.startswith(MAGIC) or len(data) < NAMES_AT:
+        raise ValueError(f"{path} has no calls")
+    return data
+
+
+# What the records of a ring refer to, by table and index.
+_Names = dict[tuple[str, int], Any]
+
+
+def _names_of(data: bytes) -> _Names:
+    names: _Names = {}
     for line in data[NAMES_AT:].splitlines():
         with contextlib.suppress(ValueError, TypeError):
             table, index, value = json.loads(line)
             names[table, index] = value
+    return names
+
+
+def _streams_of(names: _Names, known: dict[Any, Any]) -> dict[int, Stream]:
     streams = {}
     for (table, index), value in names.items():
         if table == "stream":
             key = "stream", str(value[0]), *value[1]
             streams[index] = known.setdefault(key, (key[1], _lengthened(value[1])))
-    counts = struct.unpack_from(f"<{MAX_STREAMS}Q", data, COUNTS_AT)
+    return streams
+
+
+def _records_of(
+    data: bytes, names: _Names, known: dict[Any, Any], wanted: Wanted | None = None
+) -> list[CallRecord]:
+    streams = _streams_of(names, known)
     # Texts and shapes are one object in all rings too: of many ranks they fill the memory.
     labels, sites = {}, {}
     for (table, index), value in names.items():
@@ -263,19 +340,11 @@ def _read(path: Path, *, is_copy: bool, known: dict[Any, Any] | None = None) -> 
     records = (
         _record_of(fields, streams, labels, sites, known)
         for fields in RECORD.iter_unpack(data[RECORDS_AT:NAMES_AT])
-        if fields[0] > 0 and fields[3] in streams
+        if fields[0] > 0
+        and (stream := streams.get(fields[3])) is not None
+        and (wanted is None or wanted(stream, fields[2], fields[6]))
     )
-    return RankCalls(
-        identity=Identity(host=host, space=space, **own),
-        world_size=int(header["world_size"]),
-        run=str(header["run"]),
-        since=float(header["since"]),
-        status=printable(_text(data, STATUS_AT, POSITION_AT)),
-        position=printable(_text(data, POSITION_AT, HEADER_BYTES)),
-        counts={stream: counts[index] for index, stream in streams.items()},
-        records=sorted(records, key=lambda record: record.serial),
-        is_copy=is_copy,
-    )
+    return sorted(records, key=lambda record: record.serial)
 
 
 def _record_of(

@@ -85,7 +85,6 @@ BYTES_SENT = ECHO_SUMS.index("bytes_sent")
 def count_plan_(
     sums: Tensor,
     slot_expert: Tensor,
-    rerouted: Tensor,
     load_before: Tensor,
     summary: Tensor,
     elapsed_ns: Tensor,
@@ -96,11 +95,10 @@ def count_plan_(
 
     Args:
         sums: ``(8,)``, float64, in the order of `EchoCounts`; changed.
-        slot_expert: ``(R, k)``, int64; as the next four from
+        slot_expert: ``(R, k)``, int64; as the next three from
             :class:`megacore.moe.echo.device_plan.DevicePlan`.
-        rerouted: ``(R, R, k)``, int64.
         load_before: ``(R,)``, int64.
-        summary: ``(5,)``, int64.
+        summary: ``(6,)``, int64.
         elapsed_ns: ``(1,)``, int64.
         copies_of_place: ``(P,)``, int64.
         num_experts: E.
@@ -110,14 +108,14 @@ def count_plan_(
 
     Example:
         >>> sums = torch.zeros(8, dtype=torch.float64)
-        >>> count_plan_(sums, torch.tensor([[-1], [0]]), torch.tensor([[[0], [2]], [[0], [1]]]),
-        ...             torch.tensor([6, 2]), torch.tensor([4, 1, 4, 1, 1]), torch.tensor([3000]),
+        >>> count_plan_(sums, torch.tensor([[-1], [0]]), torch.tensor([6, 2]),
+        ...             torch.tensor([4, 1, 4, 1, 1, 3]), torch.tensor([3000]),
         ...             torch.tensor([3, 0, 2, 3]), 2).tolist()
         [6, 2]
         >>> sums.tolist()
         [1.0, 6.0, 4.0, 4.0, 1.0, 3.0, 0.0, 3.0]
     """
-    plan = slot_expert, rerouted, load_before, summary, elapsed_ns
+    plan = slot_expert, load_before, summary, elapsed_ns
     result: Tensor = _count_plan_(sums, *plan, copies_of_place, num_experts)
     return result
 
@@ -136,7 +134,7 @@ def count_held_(sums: Tensor, slot_expert: Tensor, first: int, end: int, num_byt
 
 def _count_plan_reference(sums: Tensor, slot_expert: Tensor, *args: Any) -> Tensor:
     """Compute :func:`count_plan_` with torch operations, on any device."""
-    rerouted, load_before, summary, elapsed_ns, copies_of_place, num_experts = args
+    load_before, summary, elapsed_ns, copies_of_place, num_experts = args
     num_ranks = slot_expert.shape[0]
     total = load_before.sum()
     added = {
@@ -145,7 +143,7 @@ def _count_plan_reference(sums: Tensor, slot_expert: Tensor, *args: Any) -> Tens
         "highest_after": summary[0],
         "mean_load": total.double() / num_ranks,
         "num_clones": summary[1],
-        "num_moved": rerouted.sum(),
+        "num_moved": summary[5],
         "bytes_sent": torch.zeros_like(total),
         "plan_us": elapsed_ns[0].double() / 1e3,
     }
@@ -177,8 +175,8 @@ def _count_held_fake(sums: Tensor, *args: Any) -> None:
 
 
 _count_plan_ = define_compiled(
-    "count_plan_(Tensor(a!) sums, Tensor slot_expert, Tensor rerouted, Tensor load_before,"
-    " Tensor summary, Tensor elapsed_ns, Tensor copies_of_place, SymInt num_experts) -> Tensor",
+    "count_plan_(Tensor(a!) sums, Tensor slot_expert, Tensor load_before, Tensor summary,"
+    " Tensor elapsed_ns, Tensor copies_of_place, SymInt num_experts) -> Tensor",
     reference=_count_plan_reference,
     dtypes=_DTYPES,
     fake=_count_plan_fake,

@@ -401,7 +401,8 @@ def _squares(draw: Draw) -> Iterator[Call]:
 
 def _plans(draw: Draw) -> Iterator[Call]:
     for is_balanced in (True, False):
-        yield _planned, [draw.loads(), 2, is_balanced, 10_000, 10**6, 0]
+        counts = draw.loads()
+        yield _planned, [counts, len(counts) - 1, 2, is_balanced, 10_000, 10**6, 0]
 
 
 def _planned(*arguments: Any) -> list[Tensor]:
@@ -410,7 +411,7 @@ def _planned(*arguments: Any) -> list[Tensor]:
 
 
 def _plan(counts: Tensor) -> list[Tensor]:
-    plan = _op("plan_offload")(counts.cpu(), 2, True, 10_000, 10**6, 0)
+    plan = _op("plan_offload")(counts.cpu(), 0, 2, True, 10_000, 10**6, 0)
     return [each.to(counts.device) for each in plan]
 
 
@@ -419,16 +420,16 @@ def _reroutes(draw: Draw) -> Iterator[Call]:
     ones = torch.ones_like(ids).flatten()
     total = counts.new_zeros(draw.sizes.experts + 1).index_add_(0, ids.flatten() + 1, ones)
     counts[0] = total[1:]
-    slot_expert, rerouted, *_ = _plan(counts)
-    yield _op("reroute"), [ids, counts[0], torch.zeros_like(counts[0]), slot_expert, rerouted[0]]
+    slot_expert, sent, *_ = _plan(counts)
+    yield _op("reroute"), [ids, counts[0], torch.zeros_like(counts[0]), slot_expert, sent]
 
 
 def _plan_counts(draw: Draw) -> Iterator[Call]:
     counts = draw.loads()
-    slot_expert, rerouted, load_before, _, summary, elapsed = _plan(counts)
+    slot_expert, _, _, load_before, _, summary, elapsed = _plan(counts)
     sums = torch.full((8,), 0.25, dtype=torch.float64, device=draw.device)
     places = torch.arange(counts.shape[1] + slot_expert.numel(), device=draw.device)
-    plan = [slot_expert, rerouted, load_before, summary, elapsed]
+    plan = [slot_expert, load_before, summary, elapsed]
     yield _op("count_plan_"), [sums, *plan, places, draw.sizes.experts]
 
 

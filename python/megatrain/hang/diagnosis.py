@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ from megacore.calls.records import (
     RankCalls,
     Stream,
     read_rings,
+    select,
 )
 from megacore.errors import printable
 from megatrain.hang.flight import dump_prefix, read_dumps
@@ -170,25 +172,27 @@ class _Comparison:
         self._rings = {calls.identity.rank: calls for calls in rings}
         self._world_size = max((calls.world_size for calls in rings), default=0)
         self._streams = streams = _Streams()
-        # Of calls that some rank may wait in, not of all: those fill the memory.
-        wanted = {
-            streams.key(record)
-            for calls in rings
-            for record in calls.records
-            if record.state in (STARTED, FAILED, ON_DEVICE)
+        # The records of all ranks would fill the memory. They are read twice: for the calls that
+        # ranks may wait in, and for the same calls of the other members.
+        self._unfinished = {
+            rank: select(calls.records, _is_unfinished) for rank, calls in self._rings.items()
         }
+        wanted = {streams.key(record) for found in self._unfinished.values() for record in found}
         self._records = {
-            (rank, key): record
+            (rank, streams.key(record)): record
             for rank, calls in self._rings.items()
-            for record in calls.records
-            if record.kind != "reuse" and (key := streams.key(record)) in wanted
+            for record in select(
+                calls.records,
+                lambda stream, number, _: (streams.number(stream), number) in wanted,
+            )
+            if record.kind != "reuse"
         }
         self._counts = {
             rank: {streams.number(stream): count for stream, count in calls.counts.items()}
             for rank, calls in self._rings.items()
         }
         self._missing_members: dict[tuple[tuple[int, int], bool], tuple[int, ...]] = {}
-        self._histories: dict[int, tuple[list[int], dict[object, int]]] = {}
+        self._history = lru_cache(maxsize=64)(self._read_history)
         self._deviations: dict[tuple[tuple[int, ...], int | None], int | None] = {}
 
     def diagnose(self) -> Diagnosis:
@@ -211,12 +215,11 @@ class _Comparison:
         return list(found.values())
 
     def _waits_of(self, rank: int) -> list[Wait]:
-        records = self._rings[rank].records
-        last = records[-1].serial if records else 0
         waits = []
-        for record in records:
+        for record in self._unfinished[rank]:
             started = record.state == STARTED or (
-                record.state == FAILED and last - record.serial < _LAST
+                record.state == FAILED
+                and self._rings[rank].records[-1].serial - record.serial < _LAST
             )
             if not started and record.state != ON_DEVICE:
                 continue
@@ -305,9 +308,11 @@ class _Comparison:
             votes = Counter(
                 (record.what, record.site)
                 for calls_of_rank in self._rings.values()
-                for record in calls_of_rank.records
+                for record in select(
+                    calls_of_rank.records,
+                    lambda stream, number, _: (stream[0], number) == (call.stream[0], call.number),
+                )
                 if record.kind != "reuse"
-                and (record.stream[0], record.number) == (call.stream[0], call.number)
             )
         (usual, most), *others = votes.most_common()
         if others and others[0][1] == most:
@@ -331,18 +336,20 @@ class _Comparison:
         """Find the call that a rank made where it made the expected one in earlier steps."""
         if rank not in self._rings:
             return None
-        if rank not in self._histories:
-            numbers: dict[object, int] = {}
-            identities = map(self._streams.identity, self._rings[rank].records)
-            names = [numbers.setdefault(identity, len(numbers)) for identity in identities]
-            self._histories[rank] = names, numbers
-        names, numbers = self._histories[rank]
+        names, numbers = self._history(rank)
         # Most ranks have made the same calls as others, each in its own groups.
-        key = tuple(names), numbers.get(self._streams.identity(expected))
+        key = names, numbers.get(self._streams.identity(expected))
         if key not in self._deviations:
             self._deviations[key] = _deviation(*key)
         at = self._deviations[key]
         return None if at is None else self._rings[rank].records[at]
+
+    def _read_history(self, rank: int) -> tuple[tuple[int, ...], dict[object, int]]:
+        """Number the calls of a rank by their identities, in the order in which they appear."""
+        numbers: dict[object, int] = {}
+        identities = map(self._streams.identity, self._rings[rank].records)
+        names = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
+        return names, numbers
 
     def _order_finding(self, calls: dict[int, CallRecord], odd: tuple[int, ...]) -> Finding:
         if len(odd) == len(calls):
@@ -384,7 +391,7 @@ class _Comparison:
                 continue
             end, stopped = self._end(calls), _is_stopped(calls)
             if end or stopped:
-                text = f"{self._who(rank)}, {_last_call(calls)}: {end or STOPPED}"
+                text = f"{self._who(rank)}, {self._last_call(rank)}: {end or STOPPED}"
                 cause: Cause = "ended" if end else "stopped"
                 findings.append(Finding(cause=cause, ranks=(rank,), text=text))
         return findings
@@ -392,7 +399,7 @@ class _Comparison:
     def _absent(self, rank: int, wait: Wait, waiting: set[int]) -> Finding | None:
         """Explain why a rank has not made a call; ``None`` if it waits elsewhere itself."""
         calls = self._rings[rank]
-        who, last = self._who(rank), _last_call(calls)
+        who, last = self._who(rank), self._last_call(rank)
         end = self._end(calls)
         if end:
             text = f"{who} did not come to {wait.call}: {end}; {last}"
@@ -447,9 +454,17 @@ class _Comparison:
             return ENDED
         return calls.status
 
+    def _last_call(self, rank: int) -> str:
+        records = self._rings[rank].records
+        return f"its last call: {records[-1]}" if records else "it has made no call"
+
     def _who(self, rank: int) -> str:
         calls = self._rings.get(rank)
         return str(calls.identity) if calls is not None else f"rank {rank}"
+
+
+def _is_unfinished(_stream: Stream, _number: int, state: int) -> bool:
+    return state in (STARTED, FAILED, ON_DEVICE)
 
 
 def _deviation(names: Sequence[int], wanted: int | None) -> int | None:
@@ -498,10 +513,6 @@ def _shape_finding(calls: dict[int, CallRecord], odd: tuple[int, ...]) -> Findin
 def _is_stopped(calls: RankCalls) -> bool:
     state = None if calls.is_copy else local_state(calls.identity)
     return state is not None and state.code in "Tt"
-
-
-def _last_call(calls: RankCalls) -> str:
-    return f"its last call: {calls.records[-1]}" if calls.records else "it has made no call"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

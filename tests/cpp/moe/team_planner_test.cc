@@ -85,29 +85,42 @@ class HostTeam {
   int thread_;
 };
 
-struct Outputs {
-  OffloadPlan plan;
-  TeamPlanSummary summary;
+// The plan of one rank, in memory that was not cleared before.
+struct RankPlan {
+  static constexpr int64_t kPoison = -0x5555555555555555;
+
+  RankPlan(const PlanShape& shape)
+      : slot_expert(size(shape.num_slots()), kPoison),
+        sent(size(shape.num_slots()), kPoison),
+        arriving(size(shape.num_ranks * shape.places_per_rank()), kPoison),
+        load_before(size(shape.num_ranks), kPoison),
+        load_after(size(shape.num_ranks), kPoison) {}
+
+  static size_t size(int64_t number) { return static_cast<size_t>(number); }
+
+  std::vector<int64_t> slot_expert, sent, arriving, load_before, load_after;
+  PlanSummary summary = {};
+
+  friend bool operator==(const RankPlan&, const RankPlan&) = default;
 };
 
-Outputs plan_by_team(const TokenCounts& counts, const PlanSpec& spec, int64_t num_runs) {
-  constexpr int64_t kPoison = -0x5555555555555555;
-  const PlanShape shape{counts.num_ranks, counts.num_experts, spec.num_spare_slots};
-  const auto slots = static_cast<size_t>(shape.num_slots());
-  const auto ranks = static_cast<size_t>(counts.num_ranks);
-  Outputs out{.plan = {.num_ranks = counts.num_ranks,
-                       .num_experts = counts.num_experts,
-                       .num_spare_slots = spec.num_spare_slots,
-                       .slot_expert = std::vector<int64_t>(slots, kPoison),
-                       .rerouted = std::vector<int64_t>(ranks * slots, kPoison),
-                       .load_before = std::vector<int64_t>(ranks, kPoison),
-                       .load_after = std::vector<int64_t>(ranks, kPoison)},
-              .summary = {}};
-  std::vector<int64_t> words(static_cast<size_t>(PlanMemory::words(shape, num_runs)), kPoison);
-  const TeamPlan plan{.slot_expert = out.plan.slot_expert.data(),
-                      .rerouted = out.plan.rerouted.data(),
-                      .load_before = out.plan.load_before.data(),
-                      .load_after = out.plan.load_after.data(),
+PlanShape shape_of(const TokenCounts& counts, const PlanSpec& spec) {
+  return {counts.num_ranks, counts.num_experts, spec.num_spare_slots};
+}
+
+RankPlan plan_by_team(const TokenCounts& counts,
+                      const PlanSpec& spec,
+                      int64_t rank,
+                      int64_t num_runs) {
+  const PlanShape shape = shape_of(counts, spec);
+  RankPlan out(shape);
+  std::vector<int64_t> words(RankPlan::size(PlanMemory::words(shape, num_runs)), RankPlan::kPoison);
+  const TeamPlan plan{.rank = rank,
+                      .slot_expert = out.slot_expert.data(),
+                      .sent = out.sent.data(),
+                      .arriving = out.arriving.data(),
+                      .load_before = out.load_before.data(),
+                      .load_after = out.load_after.data(),
                       .summary = &out.summary};
   std::barrier<> all(kWarps * kLanes);
   std::deque<std::barrier<>> barriers;
@@ -127,10 +140,17 @@ Outputs plan_by_team(const TokenCounts& counts, const PlanSpec& spec, int64_t nu
       });
     }
   }
-  out.plan.max_load = out.summary.max_load;
-  out.plan.num_clones = out.summary.num_clones;
-  out.plan.bound = out.summary.bound;
-  out.plan.bound_holds = out.summary.bound_holds != 0;
+  return out;
+}
+
+RankPlan plan_by_one_thread(const TokenCounts& counts, const PlanSpec& spec, int64_t rank) {
+  RankPlan out(shape_of(counts, spec));
+  out.summary = plan_offload_of_rank(counts, spec, rank,
+                                     {.slot_expert = out.slot_expert.data(),
+                                      .sent = out.sent.data(),
+                                      .arriving = out.arriving.data(),
+                                      .load_before = out.load_before.data(),
+                                      .load_after = out.load_after.data()});
   return out;
 }
 
@@ -177,10 +197,11 @@ void expect_the_plan_of_one_thread(const TokenCounts& counts,
                                    const PlanSpec& spec,
                                    int64_t num_runs,
                                    int64_t& num_clones) {
-  const Outputs found = plan_by_team(counts, spec, num_runs);
+  const int64_t rank = num_runs % counts.num_ranks;
+  const RankPlan found = plan_by_team(counts, spec, rank, num_runs);
   ASSERT_EQ(found.summary.is_valid, 1);
-  ASSERT_EQ(found.plan, plan_offload(counts, spec));
-  num_clones += found.plan.num_clones;
+  ASSERT_TRUE(found == plan_by_one_thread(counts, spec, rank));
+  num_clones += found.summary.num_clones;
 }
 
 TEST(TeamPlanner, PlansOfManyThreadsAreThoseOfOneForRandomInputs) {
@@ -242,12 +263,13 @@ TEST(TeamPlanner, MarksBadCountsAndMakesNoClones) {
   for (const int64_t bad : {int64_t{-1}, kMaxTokensPerExpert + 1, kMaxTokensPerExpert - 2}) {
     const std::vector<int64_t> tokens{bad, 5, 7, 100, 3, 3, 3, 3};
     const PlanSpec spec{.num_spare_slots = 2};
-    const Outputs found = plan_by_team({tokens.data(), 2, 4}, spec, 4);
+    const RankPlan found = plan_by_team({tokens.data(), 2, 4}, spec, 1, 4);
     EXPECT_EQ(found.summary.is_valid, 0);
     EXPECT_EQ(found.summary.bound_holds, 0);
     EXPECT_EQ(found.summary.num_clones, 0);
-    EXPECT_EQ(found.plan.slot_expert, (std::vector<int64_t>{-1, -1, -1, -1}));
-    EXPECT_EQ(found.plan.rerouted, std::vector<int64_t>(8, 0));
+    EXPECT_EQ(found.slot_expert, (std::vector<int64_t>{-1, -1, -1, -1}));
+    EXPECT_EQ(found.sent, std::vector<int64_t>(4, 0));
+    EXPECT_EQ(found.arriving, (std::vector<int64_t>{7, 100, 0, 0, 3, 3, 0, 0}));
   }
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from megacore.calls.records import (
     remove_rings,
     ring_folder,
     save_rings,
+    saved_folder,
 )
 from megacore.calls.ring import CallRing
 from megatrain.cli import main
@@ -182,3 +186,48 @@ def test_ranks_of_other_machines_are_blamed_last(ring: CallRing, tmp_path: Path)
     text = str(diagnose(read_rings(tmp_path)))
     assert "the cause is with ranks 0, 2, 3, whose calls cannot be read here\n" in text
     assert text.endswith("the calls of 1 of 4 ranks could be read")
+
+
+def copied_rings(folder: Path, num_ranks: int, *, late: int) -> None:
+    """Full rings of ranks that wait for one of them, as they are copied after a failure."""
+    saved_folder(folder).mkdir(parents=True)
+    for rank in range(num_ranks):
+        ring = CallRing.create(folder, rank=rank, world_size=num_ranks, run="r")
+        assert ring is not None
+        tp = ring.group("tp", range(rank // 4 * 4, rank // 4 * 4 + 4))
+        world = ring.group("world", range(num_ranks))
+        for step in range(600):
+            with tp.begin("all_reduce_", (4, 8), "float32"):
+                pass
+            is_last = step == 599
+            if is_last and rank == late:
+                break
+            call = world.begin("all_reduce_", (4,), "float32")
+            with contextlib.nullcontext() if is_last else call:
+                pass
+        shutil.copyfile(ring.path, saved_folder(folder) / ring.path.name)
+        ring.remove()
+
+
+def test_copied_rings_are_compared_in_little_memory(tmp_path: Path) -> None:
+    copied_rings(tmp_path, 40, late=13)
+    tracemalloc.start()
+    rings = read_rings(tmp_path)
+    found = diagnose(rings)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most / 40 < 20_000 + 400_000 / 40  # one ring at a time has all its records
+    assert [finding.ranks for finding in found.findings] == [(13,)]
+    assert len(found.waits) == 39
+    assert all(len(ring.records) == NUM_RECORDS for ring in rings)
+    whole = [replace(ring, records=list(ring.records)) for ring in rings]
+    assert str(diagnose(whole)) == str(found)
+    assert diagnose(whole) == found
+
+
+def test_copies_that_are_removed_meanwhile_have_no_records(tmp_path: Path) -> None:
+    copied_rings(tmp_path, 4, late=1)
+    rings = read_rings(tmp_path)
+    shutil.rmtree(saved_folder(tmp_path))
+    assert [list(ring.records) for ring in rings] == [[]] * 4
+    assert diagnose(rings).findings == ()

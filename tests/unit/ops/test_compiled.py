@@ -51,8 +51,8 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
     qkv, cos, weights = draw(3, 2, 2, 24, dtype=dtype), draw(4, 2), draw(2, 6, dtype=dtype)
     heads = draw(3, 2, 4, 6, dtype=dtype), *draw(2, 3, 2, 2, 6, dtype=dtype)
     first, slots = torch.zeros(8).long(), torch.tensor([[[-1, 3], [0, 1]], [[0, 1], [1, 2]]])
-    counts = slots, torch.tensor([6, 2]), torch.arange(5), torch.tensor([3000])
-    plan, sums = (slots[0], *counts), torch.full((8,), 0.25, dtype=torch.float64)
+    plan = slots[0], torch.tensor([6, 2]), torch.arange(6), torch.tensor([3000])
+    sums = torch.full((8,), 0.25, dtype=torch.float64)
     control = torch.tensor([0.5, 0.1, 0.2, 1.0, 3.0, 2.0], dtype=torch.float64)
     settings, rules = (0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1.0, 1.0), (0.9, 0.99, 1.0, 2.0, 3.0)
     state = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
@@ -72,7 +72,7 @@ def arguments_of(dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
         "adamw_step_": [*draw(3, 9), draw(9).abs(), draw(9).bfloat16(), control, *settings],
         "decide_step_": [state, torch.tensor([4.0, 0.0, 7.0]).double(), control, *rules],
         "sum_of_squares": [rows],
-        "plan_offload": [torch.tensor([[30, 10, 0, 7], [50, 10, 3, 0]]), 2, True, 0, 10**6, 0],
+        "plan_offload": [torch.tensor([[30, 10, 0, 7], [50, 10, 3, 0]]), 1, 2, True, 0, 10**6, 0],
         "reroute": [row_map, torch.tensor([2, 2, 1, 1, 0, 0, 1, 0]), first, *slots],
         "count_plan_": [sums, *plan, torch.arange(12), 8],
         "count_held_": [sums, slots[0], 2, 5, 100],
@@ -212,7 +212,8 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("plan_offload", {0: torch.ones(2, 4)}, r"counts must be \(R, E\) int64, got \(2, 4\)"),
         ("plan_offload", {0: torch.ones(2, 3).long()}, "3 experts do not divide over 2 ranks"),
         ("plan_offload", {0: torch.tensor([[1, 2], [-1, 3]])}, "-1"),
-        ("plan_offload", {1: -1}, "-1"),
+        ("plan_offload", {1: 2}, r"rank must be in \[0, 2\), got 2"),
+        ("plan_offload", {2: -1}, "-1"),
         ("reroute", {0: torch.ones(3, 2)}, "expert_ids must be int64"),
         ("reroute", {1: torch.ones(8)}, r"total must be \(E,\) int64, got \(8,\)"),
         ("reroute", {1: torch.ones(7).long()}, "7 experts do not divide over 2 ranks"),
@@ -221,9 +222,9 @@ def test_gradients_that_are_not_wanted_have_no_elements() -> None:
         ("reroute", {4: torch.ones(2, 2)}, r"tokens must be \(2, 2\) int64, got \(2, 2\)"),
         ("reroute", {0: torch.tensor([[8]])}, "copy 0 is for expert 8; there are 8"),
         ("count_plan_", {0: torch.ones(8)}, r"sums must be \(8,\) float64, contiguous, got \(8,\)"),
-        ("count_plan_", {2: torch.ones(2, 2).long()}, r"rerouted must be \(2, 2, 2\) int64, got"),
-        ("count_plan_", {4: torch.ones(2).long()}, r"summary must be \(5,\) int64, got \(2,\)"),
-        ("count_plan_", {7: 10}, r"copies_of_place must be \(14,\) int64, got \(12,\)"),
+        ("count_plan_", {2: torch.ones(3).long()}, r"load_before must be \(2,\) int64, got"),
+        ("count_plan_", {3: torch.ones(2).long()}, r"summary must be \(6,\) int64, got \(2,\)"),
+        ("count_plan_", {6: 10}, r"copies_of_place must be \(14,\) int64, got \(12,\)"),
         ("count_held_", {1: torch.ones(4)}, "slot_expert must be int64"),
         ("quantize_rows", {0: torch.ones(7)}, r"x must be \(M, K\), got \(7,\)"),
         ("quantize_rows", {1: torch.tensor(7.0)}, "num_rows must be an int64 scalar"),

@@ -19,9 +19,8 @@ def random_plan(num_ranks: int, local: int, num_slots: int) -> tuple[Tensor, ...
 
     return (
         numbers(-1, num_ranks * local, num_ranks, num_slots),
-        numbers(0, 1000, num_ranks, num_ranks, num_slots),
         numbers(0, 10**6, num_ranks),
-        torch.tensor([1234, 5, 1300, 1, 1]),
+        torch.tensor([1234, 5, 1300, 1, 1, 77]),
         torch.tensor([98_765]),
         numbers(0, 1000, num_ranks * (local + num_slots)),
     )

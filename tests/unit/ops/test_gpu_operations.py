@@ -146,11 +146,11 @@ def test_plans_are_those_of_the_cpu(emulated: Any, is_balanced: bool) -> None:
     for seed, (ranks, experts) in enumerate([(1, 4), (2, 2), (4, 8), (7, 21), (4, 16)]):
         random = torch.Generator().manual_seed(seed)
         counts = (torch.rand(ranks, experts, generator=random) ** seed * 300).long()
-        options = seed % 3 + 1, is_balanced, 10_000 * (seed % 2), 10**6, 0
+        options = seed % ranks, seed % 3 + 1, is_balanced, 10_000 * (seed % 2), 10**6, 0
         found = results(emulated._plan_offload, [counts, *options])
         expected = results(OPS.plan_offload, [counts, *options])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        num_clones += int(expected[4][1])
+        num_clones += int(expected[5][1])
     assert num_clones > 0
 
 

@@ -27,8 +27,7 @@ MC_HOST_DEVICE int64_t copies_of_expert(const PlanShape& shape,
 // A plan, as the planner on the device describes it.
 struct EchoReport {
   const int64_t* load_before = nullptr;  // (num_ranks)
-  const int64_t* rerouted = nullptr;     // (num_ranks, num_ranks, num_slots)
-  const int64_t* summary = nullptr;      // highest load, number of clones, ...
+  const PlanSummary* summary = nullptr;
   const int64_t* elapsed_ns = nullptr;   // (1)
 };
 
@@ -49,14 +48,13 @@ MC_HOST_DEVICE void add_report(const PlanShape& shape,
                                const EchoReport& report,
                                int64_t highest,
                                int64_t total,
-                               int64_t moved,
                                double* sums) {
   sums[kNumPlans] += 1.0;
   sums[kHighestBefore] += static_cast<double>(highest);
-  sums[kHighestAfter] += static_cast<double>(report.summary[0]);
+  sums[kHighestAfter] += static_cast<double>(report.summary->max_load);
   sums[kMeanLoad] += static_cast<double>(total) / static_cast<double>(shape.num_ranks);
-  sums[kNumClones] += static_cast<double>(report.summary[1]);
-  sums[kNumMoved] += static_cast<double>(moved);
+  sums[kNumClones] += static_cast<double>(report.summary->num_clones);
+  sums[kNumMoved] += static_cast<double>(report.summary->num_moved);
   sums[kPlanUs] += static_cast<double>(*report.elapsed_ns) / 1e3;
 }
 

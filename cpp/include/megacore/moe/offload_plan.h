@@ -36,27 +36,23 @@ struct OffloadPlan {
   friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
 };
 
-// Memory for the parts of an OffloadPlan; all of it is written.
-struct OffloadPlanArrays {
-  int64_t* slot_expert = nullptr;
-  int64_t* rerouted = nullptr;
+// Memory for what one rank needs of a plan; all of it is written.
+struct RankPlanArrays {
+  int64_t* slot_expert = nullptr;  // (rank, slot), as load_before and load_after of an OffloadPlan
+  int64_t* sent = nullptr;         // (rank, slot): `rerouted` of this rank
+  // (source rank, place of this rank): tokens for its home experts, and for its slots.
+  int64_t* arriving = nullptr;
   int64_t* load_before = nullptr;
   int64_t* load_after = nullptr;
-};
-
-struct OffloadPlanSummary {
-  int64_t max_load = 0;
-  int64_t num_clones = 0;
-  int64_t bound = 0;
-  bool bound_holds = true;
 };
 
 // Throws std::invalid_argument for bad counts (see sum_loads) and bad options (see require_spec),
 // std::logic_error if the bound of the balanced planner is violated.
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);
-// The same plan in memory of the caller.
-OffloadPlanSummary plan_offload_to(const TokenCounts& counts,
-                                   const PlanSpec& spec,
-                                   const OffloadPlanArrays& plan);
+// The part of the same plan that `rank` needs: O(ranks), where all of it is O(ranks^2).
+PlanSummary plan_offload_of_rank(const TokenCounts& counts,
+                                 const PlanSpec& spec,
+                                 int64_t rank,
+                                 const RankPlanArrays& plan);
 
 }  // namespace megacore::moe

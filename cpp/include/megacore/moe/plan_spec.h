@@ -21,16 +21,17 @@ struct PlanShape {
 
   MC_HOST_DEVICE int64_t experts_per_rank() const { return num_experts / num_ranks; }
   MC_HOST_DEVICE int64_t num_slots() const { return num_ranks * num_spare_slots; }
+  MC_HOST_DEVICE int64_t places_per_rank() const { return experts_per_rank() + num_spare_slots; }
   MC_HOST_DEVICE int64_t home(int64_t expert) const { return expert / experts_per_rank(); }
 
   // Places are those of rank 0, home experts before slots, then those of rank 1, and so on.
   MC_HOST_DEVICE int64_t place_of_expert(int64_t expert) const {
-    return home(expert) * (experts_per_rank() + num_spare_slots) + expert % experts_per_rank();
+    return home(expert) * places_per_rank() + expert % experts_per_rank();
   }
   // `slot` counts the slots of all ranks.
   MC_HOST_DEVICE int64_t place_of_slot(int64_t slot) const {
-    const int64_t local = experts_per_rank();
-    return slot / num_spare_slots * (local + num_spare_slots) + local + slot % num_spare_slots;
+    return slot / num_spare_slots * places_per_rank() + experts_per_rank() +
+           slot % num_spare_slots;
   }
 };
 
@@ -63,6 +64,19 @@ struct PlanSpec {
 
   MC_HOST_DEVICE bool is_balanced() const { return method == PlanMethod::kBalanced; }
 };
+
+// Numbers of a plan; see OffloadPlan.
+struct PlanSummary {
+  int64_t max_load = 0;
+  int64_t num_clones = 0;
+  int64_t bound = 0;
+  int64_t bound_holds = 1;
+  int64_t is_valid = 1;   // 0: a count is negative or too large, and the plan has no clones
+  int64_t num_moved = 0;  // tokens of all clones
+
+  friend bool operator==(const PlanSummary&, const PlanSummary&) = default;
+};
+inline constexpr int64_t kPlanNumbers = sizeof(PlanSummary) / sizeof(int64_t);
 
 // Throws std::invalid_argument for slots outside [0, 1024], a tolerance outside [0, 10^6], a
 // minimum imbalance outside [10^6, 10^9], a domain size that does not divide the number of ranks,

@@ -52,21 +52,15 @@
 
 namespace megacore::moe {
 
-// As OffloadPlan.
-struct TeamPlanSummary {
-  int64_t max_load = 0;
-  int64_t num_clones = 0;
-  int64_t bound = 0;
-  int64_t bound_holds = 1;
-  int64_t is_valid = 1;  // 0: a count is negative or too large, and the plan has no clones
-};
-
+// A plan as one rank needs it, as RankPlanArrays.
 struct TeamPlan {
+  int64_t rank = 0;
   int64_t* slot_expert = nullptr;  // (rank, slot)
-  int64_t* rerouted = nullptr;     // (source rank, destination rank, slot)
+  int64_t* sent = nullptr;         // (rank, slot) tokens of this rank
+  int64_t* arriving = nullptr;     // (source rank, home expert or slot of this rank)
   int64_t* load_before = nullptr;  // (rank,)
   int64_t* load_after = nullptr;   // (rank,)
-  TeamPlanSummary* summary = nullptr;
+  PlanSummary* summary = nullptr;
 };
 
 template <typename Team, typename Warp>
@@ -91,7 +85,7 @@ class TeamPlanner {
 
   MC_TEAM_CODE void run() {
     sum_loads();
-    clear_rerouted();
+    keep_at_home();
     choose();
     split_sources();
     write_loads();
@@ -121,16 +115,19 @@ class TeamPlanner {
     }
     uint64_t max_load = 0;
     int64_t num_clones = 0;
+    int64_t num_moved = 0;
     for (int64_t p = warp_.lane(); p < s_.num_ranks; p += warp_.lanes()) {
       const auto load = static_cast<uint64_t>(plan_.load_after[p]);
       max_load = load > max_load ? load : max_load;
     }
     for (int64_t i = warp_.lane(); i < s_.num_slots(); i += warp_.lanes()) {
       num_clones += m_.chosen().expert[i] >= 0 ? 1 : 0;
+      num_moved += m_.chosen().tokens[i];  // 0 where unused
     }
-    TeamPlanSummary summary;
+    PlanSummary summary;
     summary.max_load = static_cast<int64_t>(warp_.max(max_load));
     summary.num_clones = warp_.sum(num_clones);
+    summary.num_moved = warp_.sum(num_moved);
     const int64_t total = m_.facts().total;
     const int64_t goal = spec_.is_balanced()
                              ? goal_load(total, s_.num_ranks, spec_.tolerance_per_million)
@@ -208,9 +205,18 @@ class TeamPlanner {
     team_.sync();
   }
 
-  MC_TEAM_CODE void clear_rerouted() const {
-    for (int64_t i = team_.thread(); i < s_.num_ranks * s_.num_slots(); i += team_.threads()) {
-      plan_.rerouted[i] = 0;
+  // Writes the tokens of this rank as they are without clones.
+  MC_TEAM_CODE void keep_at_home() const {
+    for (int64_t i = team_.thread(); i < s_.num_slots(); i += team_.threads()) {
+      plan_.sent[i] = 0;
+    }
+    const int64_t local = s_.experts_per_rank();
+    for (int64_t i = team_.thread(); i < s_.num_ranks * s_.places_per_rank();
+         i += team_.threads()) {
+      const int64_t source = i / s_.places_per_rank();
+      const int64_t place = i % s_.places_per_rank();
+      plan_.arriving[i] =
+          place < local ? counts_[source * s_.num_experts + plan_.rank * local + place] : 0;
     }
   }
 
@@ -490,15 +496,31 @@ class TeamPlanner {
       m.left[home] -= smaller(m.left[home], stays_home);
     }
     warp_.sync();
-    share(m, num_clones);
+    share(m, expert, num_clones);
   }
 
-  MC_TEAM_CODE int64_t& rerouted(int64_t source, int64_t slot) const {
-    return plan_.rerouted[source * s_.num_slots() + slot];
+  // Whether this rank needs to know the tokens of a source for a clone.
+  MC_TEAM_CODE bool is_concerned(int64_t source, int64_t expert, int64_t slot) const {
+    return source == plan_.rank || s_.home(expert) == plan_.rank ||
+           slot / s_.num_spare_slots == plan_.rank;
+  }
+
+  // Moves tokens of a source from the home expert to a clone. One lane calls it for each source.
+  MC_TEAM_CODE void move(int64_t source, int64_t expert, int64_t slot, int64_t tokens) const {
+    int64_t* row = plan_.arriving + source * s_.places_per_rank();
+    if (source == plan_.rank) {
+      plan_.sent[slot] = tokens;
+    }
+    if (s_.home(expert) == plan_.rank) {
+      row[expert % s_.experts_per_rank()] -= tokens;
+    }
+    if (slot / s_.num_spare_slots == plan_.rank) {
+      row[s_.experts_per_rank() + slot % s_.num_spare_slots] = tokens;
+    }
   }
 
   // Proportional shares rounded down, then the remainder in the order of the sources.
-  MC_TEAM_CODE void share(const SplitMemory& m, int64_t num_clones) const {
+  MC_TEAM_CODE void share(const SplitMemory& m, int64_t expert, int64_t num_clones) const {
     int64_t total = 0;
     for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
       total += m.left[r];
@@ -509,7 +531,6 @@ class TeamPlanner {
       int64_t given = 0;
       for (int64_t r = warp_.lane(); r < s_.num_ranks; r += warp_.lanes()) {
         const int64_t part = proportional_floor(m.left[r], m.missing[j], total);
-        rerouted(r, m.slot[j]) = part;
         m.left_over[r] -= part;
         given += part;
       }
@@ -534,9 +555,11 @@ class TeamPlanner {
       Interval wanted;
       for (int64_t j = 0; j < num_clones; ++j) {
         wanted = {wanted.end, wanted.end + m.missing_after[j]};
-        const int64_t own_slot = m.slot[j] - r * s_.num_spare_slots;
-        const bool is_own = own_slot >= 0 && own_slot < s_.num_spare_slots;
-        rerouted(r, m.slot[j]) += (is_own ? m.own[j] : 0) + overlap(source, wanted);
+        if (is_concerned(r, expert, m.slot[j])) {
+          const int64_t own = m.slot[j] / s_.num_spare_slots == r ? m.own[j] : 0;
+          const int64_t part = proportional_floor(m.left[r], m.missing[j], total);
+          move(r, expert, m.slot[j], part + own + overlap(source, wanted));
+        }
       }
     }
     warp_.sync();  // before the next expert of this warp

@@ -116,14 +116,14 @@ class AllToAllDispatcher(_ExchangeDispatcher):
         """Sort copies by expert and exchange counts. See `Dispatcher`."""
         return self._plan(routing, None)
 
-    def preprocess_counted(self, routing: Routing, arriving: Callable[[], Tensor]) -> DispatchPlan:
+    def preprocess_counted(self, routing: Routing, arriving: Tensor) -> DispatchPlan:
         """Sort copies by expert. See `Dispatcher`."""
         return self._plan(routing, arriving)
 
-    def _plan(self, routing: Routing, arriving: Callable[[], Tensor] | None) -> DispatchPlan:
+    def _plan(self, routing: Routing, arriving: Tensor | None) -> DispatchPlan:
         placement, ids_Tk = self.placement, self._within_capacity(routing)
         sorted_Tk, counts_E = sort_by_expert(ids_Tk, placement.num_experts)
-        arriving_GL = gather_counts(counts_E, placement) if arriving is None else arriving()
+        arriving_GL = gather_counts(counts_E, placement) if arriving is None else arriving
         sent_P = counts_E.view(placement.ep_size, -1).sum(1)
         sent_G = _per_member(sent_P, placement)
         first_Tk = (sent_P.cumsum(0) - sent_P)[ids_Tk.clamp(min=0) // placement.num_local]

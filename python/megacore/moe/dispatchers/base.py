@@ -263,7 +263,7 @@ class Dispatcher(ABC):
     def preprocess_counted(
         self,
         routing: Routing,
-        arriving: Callable[[], Tensor],  # noqa: ARG002
+        arriving: Tensor,  # noqa: ARG002
     ) -> DispatchPlan:
         """Prepare as `preprocess`, with counts that the caller can compute.
 
@@ -271,8 +271,7 @@ class Dispatcher(ABC):
 
         Args:
             routing: The choices; no copy exceeds the capacity.
-            arriving: Computes the copies that each member sends to each local expert, ``(G, L)``,
-                int64.
+            arriving: The copies that each member sends to each local expert, ``(G, L)`` int64.
         """
         return self.preprocess(routing)
 

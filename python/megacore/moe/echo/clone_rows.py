@@ -46,7 +46,8 @@ def append_rows(
         sets = slots.memory(ep, whole, whole[..., :1])
         transport = _Memory(sets, plan) if sets else None
     if transport is None:
-        transport = _Messages(CloneRoutes.of(plan.to_host(), ep), slots.num_slots)
+        routes = CloneRoutes.of(plan.read_slots(), rows_Ln.shape[0], ep)
+        transport = _Messages(routes, slots.num_slots)
     result: Tensor = _Append.apply(rows_Ln, transport)  # type: ignore[no-untyped-call]
     return result
 

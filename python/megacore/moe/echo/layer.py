@@ -152,7 +152,6 @@ class Echo:
         values["tokens_per_expert"] = count_plan_(
             self.sums,
             offload.slot_expert,
-            offload.rerouted,
             offload.load_before,
             offload.summary,
             offload.elapsed_ns,
@@ -185,7 +184,7 @@ class Echo:
                 )
         return MessageClones(
             self.slots,
-            CloneRoutes.of(plan.offload.to_host(), self._ep),
+            CloneRoutes.of(plan.offload.read_slots(), self.placement.num_local, self._ep),
             owner=plan.offload,
             fc1=experts.fc1,
             fc2=experts.fc2,
@@ -223,12 +222,12 @@ class Echo:
     @torch.no_grad()
     def _choose(
         self, routing: Routing
-    ) -> tuple[DevicePlan, Tensor, Rerouted, Callable[[], Tensor] | None]:
+    ) -> tuple[DevicePlan, Tensor, Rerouted, Tensor | None]:
         """Choose clones, the place of each copy, and the copies that fit the budget.
 
         Returns:
-            The clones; the places; the copies that fit; and, if the plan determines it, a function
-            that computes the copies for this rank, as for ``Dispatcher.preprocess_counted``.
+            The clones; the places; the copies that fit; and, if the plan determines them, the
+            copies that each member sends to each place of this rank, ``(G, L + S)``.
         """
         ids_Tk, placement = routing.expert_ids, self.placement
         if self._capacity is not None:
@@ -242,6 +241,7 @@ class Echo:
         counts_RE, total, first = self._counts_of_sources(counts_GE)
         plan = plan_offload_on_device(
             counts_RE,
+            rank=placement.ep_position,
             num_spare_slots=self.options.num_spare_slots,
             planner=self.options.planner,
             tolerance=self.options.tolerance,
@@ -252,14 +252,12 @@ class Echo:
             total=total,
             first=first,
             slot_expert=plan.slot_expert,
-            tokens=plan.rerouted[placement.ep_position],
+            tokens=plan.sent,
         )
         place_ids, probs = reroute(ids_Tk, routing.probs, row)
         kept = Rerouted(probs=probs, expert_ids=self._fit(place_ids), num_copies=routing.num_copies)
         # The share of one of several members of a source depends on the order of its copies.
-        is_known = self._members_are_sources
-        arriving = partial(_arriving, placement, counts_GE, plan) if is_known else None
-        return plan, place_ids, kept, arriving
+        return plan, place_ids, kept, plan.arriving if self._members_are_sources else None
 
     @property
     def _members_are_sources(self) -> bool:
@@ -323,18 +321,3 @@ class Echo:
             and self.options.num_spare_slots >= local
             and budget.factor >= guaranteed
         )
-
-
-def _arriving(placement: ExpertPlacement, counts_GE: Tensor, plan: DevicePlan) -> Tensor:
-    """Compute the copies that each member sends to each place of this rank, ``(G, L + S)``.
-
-    Args:
-        placement: Placement of the home experts.
-        counts_GE: Copies of each member for each expert.
-        plan: The clones, with a row for each member.
-    """
-    first, me = placement.first_local, placement.ep_position
-    # Unused slots have no tokens, so their expert does not matter.
-    cloned = plan.slot_expert.flatten().clamp(min=0)
-    home_GE = counts_GE.index_add(1, cloned, plan.rerouted.flatten(1), alpha=-1)
-    return torch.cat((home_GE[:, first : first + placement.num_local], plan.rerouted[:, me]), dim=1)

@@ -9,7 +9,7 @@ from megacore import host_values
 from megacore.errors import PeerLostError
 from megacore.moe.dispatchers.peer_trial import agreed_fault
 from megacore.moe.echo.clones import FC1, FC2
-from megacore.moe.echo.device_plan import DevicePlan
+from megacore.moe.echo.device_plan import NUM_SUMMARY, DevicePlan
 from megacore.moe.echo.memory import CloneMemory
 
 
@@ -64,7 +64,15 @@ def _plan(memory: CloneMemory, device: torch.device) -> DevicePlan:
     size, slots = memory.group.size, memory.num_slots
     slot_expert = torch.full((size, slots), -1, dtype=torch.int64, device=device)
     slot_expert[:, 0] = torch.arange(1, size + 1, device=device) % size
-    zeros = torch.zeros(size, dtype=torch.int64, device=device)
-    rerouted = slot_expert.new_zeros(size, size, slots)
-    summary, elapsed = slot_expert.new_zeros(5), slot_expert.new_zeros(1)
-    return DevicePlan("balanced", size, slot_expert, rerouted, zeros, zeros, summary, elapsed)
+    load = torch.zeros(size, dtype=torch.int64, device=device)
+    return DevicePlan(
+        "balanced",
+        num_experts=size,
+        slot_expert=slot_expert,
+        sent=torch.zeros_like(slot_expert),
+        arriving=slot_expert.new_zeros(size, 1 + slots),
+        load_before=load,
+        load_after=load,
+        summary=slot_expert.new_zeros(NUM_SUMMARY),
+        elapsed_ns=slot_expert.new_zeros(1),
+    )

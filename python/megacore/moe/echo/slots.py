@@ -15,6 +15,7 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch import Tensor
 from megacore import host_values
 from megacore.moe.echo.memory import CloneMemory, make_clone_memory
 from megacore.moe.echo.memory_trial import clone_fault
-from megacore.moe.echo.plan import OffloadPlan
 from megacore.parallel.process_groups import Group
 
 # After those of weights and gradients of two projections.
@@ -46,19 +46,24 @@ class CloneRoutes:
     outgoing: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, plan: OffloadPlan, group: Group) -> CloneRoutes:
-        """Extract the routes of the rank at ``group.position``."""
-        local, me = plan.num_experts // plan.num_ranks, group.position
-        held = plan.slot_expert[me]
+    def of(cls, slot_expert: npt.NDArray[np.int64], num_local: int, group: Group) -> CloneRoutes:
+        """Extract the routes of the rank at ``group.position``.
+
+        Args:
+            slot_expert: The expert cloned into each slot of each rank; -1 where a slot is unused.
+            num_local: L.
+            group: The ranks of the plan.
+        """
+        held = slot_expert[group.position]
         used = np.flatnonzero(held >= 0)
-        home = plan.slot_expert // local
-        outgoing = np.argwhere((plan.slot_expert >= 0) & (home == me))
+        home = slot_expert // num_local
+        outgoing = np.argwhere((slot_expert >= 0) & (home == group.position))
         return cls(
             group=group,
             num_used=int(used[-1]) + 1 if used.size else 0,
-            incoming=tuple((int(slot), int(held[slot]) // local) for slot in used),
+            incoming=tuple((int(slot), int(held[slot]) // num_local) for slot in used),
             outgoing=tuple(
-                (int(rank), int(plan.slot_expert[rank, slot]) % local) for rank, slot in outgoing
+                (int(rank), int(slot_expert[rank, slot]) % num_local) for rank, slot in outgoing
             ),
         )
 

@@ -181,7 +181,7 @@ def test_routes_of_all_ranks_fit_each_other() -> None:
     plan = plan_offload(counts, num_spare_slots=3, tolerance=0.0)
     handle = object()
     groups = [Group("ep", (0, 1, 2, 3), rank, handle) for rank in range(4)]
-    routes = [CloneRoutes.of(plan, group) for group in groups]
+    routes = [CloneRoutes.of(plan.slot_expert, 2, group) for group in groups]
     sent = [(home, rank, e) for home, r in enumerate(routes) for rank, e in r.outgoing]
     received = [
         (home, rank, int(plan.slot_expert[rank, slot]) % 2)
