@@ -278,7 +278,7 @@ def measure_plans(rounds: int) -> list[dict[str, Any]]:
         on_device = counts.cuda()
 
         def run(on_device: Tensor = on_device) -> Any:
-            return plan_offload_on_device(on_device, num_spare_slots=2)
+            return plan_offload_on_device(on_device, rank=0, num_spare_slots=2)
 
         warm, once = graph_of(run, IN_A_ROW), graph_of(run, 1)
         on_cpu = take_turns(

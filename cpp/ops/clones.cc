@@ -15,8 +15,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
     int64_t min_imbalance,
     int64_t domain_size) {
   using Clock = std::chrono::steady_clock;
-  const moe::PlanSpec spec =
-      checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+  const moe::PlanSpec spec = checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance,
+                                          min_imbalance, domain_size);
   const int64_t ranks = counts.size(0), experts = counts.size(1);
   counts = contiguous(std::move(counts));
   Tensor slot_expert = empty({ranks, num_spare_slots}, kDTypes.int64);
@@ -37,13 +37,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
   *elapsed_ns.mutable_data<int64_t>() = elapsed.count();
   Tensor summary = empty({moe::kPlanNumbers}, kDTypes.int64);
   *summary.mutable_data<moe::PlanSummary>() = plan;
-  return {std::move(slot_expert),
-          std::move(sent),
-          std::move(arriving),
-          std::move(load_before),
-          std::move(load_after),
-          std::move(summary),
-          std::move(elapsed_ns)};
+  return {std::move(slot_expert), std::move(sent),    std::move(arriving),  std::move(load_before),
+          std::move(load_after),  std::move(summary), std::move(elapsed_ns)};
 }
 
 Tensor reroute(Tensor expert_ids, Tensor total, Tensor first, Tensor slot_expert, Tensor tokens) {

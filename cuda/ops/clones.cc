@@ -14,8 +14,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
     int64_t tolerance,
     int64_t min_imbalance,
     int64_t domain_size) {
-  const moe::PlanSpec spec =
-      checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance, min_imbalance, domain_size);
+  const moe::PlanSpec spec = checked_spec(counts, rank, num_spare_slots, is_balanced, tolerance,
+                                          min_imbalance, domain_size);
   const Device device(counts);
   const int64_t ranks = counts.size(0), experts = counts.size(1);
   counts = device.contiguous(std::move(counts));

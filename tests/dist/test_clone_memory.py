@@ -38,7 +38,7 @@ def random_plan(num_ranks: int, round_: int) -> DevicePlan:
     random = torch.Generator().manual_seed(round_)
     heat = torch.rand(num_ranks * LOCAL, generator=random) ** (round_ % 5)
     counts = (torch.rand(num_ranks, num_ranks * LOCAL, generator=random) * heat * 100).long()
-    return plan_offload_on_device(counts, num_spare_slots=SLOTS, tolerance=0.0)
+    return plan_offload_on_device(counts, rank=0, num_spare_slots=SLOTS, tolerance=0.0)
 
 
 def move_clones(rank: int, num_ranks: int) -> int:

@@ -127,7 +127,7 @@ def random_plan(num_members: int, round_: int) -> DevicePlan:
     random = torch.Generator().manual_seed(round_)
     heat = torch.rand(num_members * LOCAL, generator=random) ** (round_ % 5)
     counts = (torch.rand(num_members, num_members * LOCAL, generator=random) * heat * 100).long()
-    return plan_offload_on_device(counts, num_spare_slots=SLOTS, tolerance=0.0)
+    return plan_offload_on_device(counts, rank=0, num_spare_slots=SLOTS, tolerance=0.0)
 
 
 def on_gpu(plan: DevicePlan) -> DevicePlan:

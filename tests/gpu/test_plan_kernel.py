@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megacore.moe import plan_offload, plan_offload_on_device
+from megacore.moe.echo.device_plan import DevicePlan
 from megacore.ops import has_cuda_kernels
 from megacore.ops.echo_counts import count_held_, count_plan_
-from megacore.moe.echo.device_plan import DevicePlan
 from tests.support.gpu import capture, poisoned_memory, synchronising_is_an_error
 from tests.support.offload_parts import numbers_of, part_of_rank
 from tests.unit.ops.test_echo_counts import random_plan

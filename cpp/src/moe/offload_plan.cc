@@ -94,11 +94,8 @@ PlanSummary plan_with(const TokenCounts& counts,
       .largest_expert = *std::max_element(loads.experts.begin(), loads.experts.end())};
   PlanSummary summary;
   plan.summary = &summary;
-  const PlannerCall call{.shape = shape,
-                         .spec = spec,
-                         .memory = memory,
-                         .counts = counts.tokens,
-                         .plan = plan};
+  const PlannerCall call{
+      .shape = shape, .spec = spec, .memory = memory, .counts = counts.tokens, .plan = plan};
   choose_by_one_thread(call);
   write_tokens(shape, split_sources(shape, spec.is_balanced(), counts.tokens, memory.experts(),
                                     memory.chosen()));

@@ -1,6 +1,7 @@
 #include "split_sources.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "megacore/base/vector_clones.h"
@@ -21,11 +22,14 @@ struct Shares {
   std::vector<int64_t> given = {};   // proportional shares of all sources
 };
 
+// Counts are below 2^52: as the low bits of a double between 2^52 and 2^53 they need no conversion,
+// for which AVX2 has no instruction.
 MC_VECTOR_CLONES_V4 void to_doubles(const int64_t* __restrict__ from,
                                     int64_t numel,
                                     double* __restrict__ to) {
+  constexpr double kBase = 4503599627370496.0;  // 2^52
   for (int64_t i = 0; i < numel; ++i) {
-    to[i] = static_cast<double>(from[i]);
+    to[i] = std::bit_cast<double>(std::bit_cast<int64_t>(kBase) | from[i]) - kBase;
   }
 }
 

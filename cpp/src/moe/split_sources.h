@@ -13,8 +13,8 @@ namespace megacore::moe {
 
 // Tokens of all sources for all clones in use.
 struct SourceTokens {
-  std::vector<int64_t> slot;    // (clone,) ascending, rank * slots + slot
-  std::vector<int32_t> expert;  // (clone,)
+  std::vector<int64_t> slot;          // (clone,) ascending, rank * slots + slot
+  std::vector<int32_t> expert;        // (clone,)
   std::unique_ptr<int32_t[]> tokens;  // (source rank, clone)
 
   size_t num_clones() const { return slot.size(); }

@@ -560,10 +560,9 @@ TEST(EchoCounts, AreThoseOfTheCpu) {
     const std::vector<int64_t> held = numbers(ranks * slots, -1, shape.num_experts - 1);
     const std::vector<int64_t> tokens = numbers(ranks * (local + slots), 0, 1000);
     const std::vector<int64_t> loads = numbers(ranks, 0, 100'000);
-    const std::vector<int64_t> moved = numbers(ranks * ranks * slots, 0, 1000);
-    const std::vector<int64_t> summary = {1234, 3, 1300, 1, 1};
+    const moe::PlanSummary summary = {.max_load = 1234, .num_clones = 3, .num_moved = 777};
     const int64_t elapsed = 98'765;
-    const moe::EchoReport report = {loads.data(), moved.data(), summary.data(), &elapsed};
+    const moe::EchoReport report = {loads.data(), &summary, &elapsed};
     std::vector<double> sums(moe::kNumEchoSums, 0.5), expected_sums = sums;
     std::vector<int64_t> copies(static_cast<size_t>(shape.num_experts), -1), expected = copies;
     cuda::count_plan(shape, report, held.data(), tokens.data(), copies.data(), sums.data(),

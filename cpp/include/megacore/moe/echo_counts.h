@@ -28,7 +28,7 @@ MC_HOST_DEVICE int64_t copies_of_expert(const PlanShape& shape,
 struct EchoReport {
   const int64_t* load_before = nullptr;  // (num_ranks)
   const PlanSummary* summary = nullptr;
-  const int64_t* elapsed_ns = nullptr;   // (1)
+  const int64_t* elapsed_ns = nullptr;  // (1)
 };
 
 // Sums over plans, in the order of EchoCounts in Python.

@@ -30,8 +30,7 @@ struct PlanShape {
   }
   // `slot` counts the slots of all ranks.
   MC_HOST_DEVICE int64_t place_of_slot(int64_t slot) const {
-    return slot / num_spare_slots * places_per_rank() + experts_per_rank() +
-           slot % num_spare_slots;
+    return slot / num_spare_slots * places_per_rank() + experts_per_rank() + slot % num_spare_slots;
   }
 };
 

@@ -22,7 +22,6 @@ from megacore.moe.echo.plan import plan_offload, require_options
 from megacore.ops.cuda_module import cuda_kernels, device_facts
 from megacore.ops.register import define_compiled, describe
 
-
 # Entries of `DevicePlan.summary`, as PlanSummary of cpp/include/megacore/moe/plan_spec.h.
 NUM_SUMMARY = 6
 _IS_VALID = 4

@@ -220,9 +220,7 @@ class Echo:
         )
 
     @torch.no_grad()
-    def _choose(
-        self, routing: Routing
-    ) -> tuple[DevicePlan, Tensor, Rerouted, Tensor | None]:
+    def _choose(self, routing: Routing) -> tuple[DevicePlan, Tensor, Rerouted, Tensor | None]:
         """Choose clones, the place of each copy, and the copies that fit the budget.
 
         Returns:

@@ -321,7 +321,7 @@ def test_kernels_of_both_sets_of_slots_tell_failures_in_one_place(
     options = SimpleNamespace(_timeout=timedelta(seconds=1))
     handle = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(options=options))
     group = Group("ep", (0, 1), 0, handle)  # type: ignore[arg-type]
-    plan = plan_offload_on_device(torch.tensor([[9, 1], [9, 1]]), num_spare_slots=1)
+    plan = plan_offload_on_device(torch.tensor([[9, 1], [9, 1]]), rank=0, num_spare_slots=1)
     fc1, fc2 = torch.zeros(1, 6, 5), torch.zeros(1, 5, 3)
     first = DeviceCloneMemory(group, 1, fc1, fc2)
     second = DeviceCloneMemory(group, 1, fc1, fc2, beside=first)
