@@ -180,7 +180,10 @@ def start(world_size: int) -> Mapping[str, float]:
     from megatrain.train.trainer import build_trainer
 
     sequences = 4 * world_size // 16  # tp 4 x pp 4 of the recipe
-    config = load_config(RECIPE, [("train.global_batch_size", str(sequences))])
+    changes = [("train.global_batch_size", str(sequences))]
+    if world_size < 256:  # fewer than the ranks over which the recipe shares its experts
+        changes.append(("parallel.ep", str(world_size // 4)))
+    config = load_config(RECIPE, changes)
     resolved = resolve(config, world_size, vocab_size=config.model.vocab_size or 0, cuda=False)
     calls = []
     new_group = dist.new_group
@@ -296,8 +299,8 @@ def main() -> None:
         table("checkpoint: every rank that resumes", resumes),
         table("checkpoint: rank 0 that resumes, in addition", checks),
         table(
-            f"start: rank 0 of {RECIPE.name}, 4 sequences per data-parallel rank",
-            {world: in_child(start, world) for world in worlds if world % 256 == 0},
+            f"start: rank 0 of {RECIPE.name}, 4 sequences per data-parallel rank (64: ep 16)",
+            {world: in_child(start, world) for world in worlds if world % 64 == 0},
         ),
         table("why-hung: one rank, without reading", {w: in_child(why_hung, w) for w in worlds}),
     ]
