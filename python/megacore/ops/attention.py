@@ -1,11 +1,12 @@
 """Fused attention: on CPUs by the faster of torch's and ours.
 
 Our kernel computes blocks of queries and keys by the tiles of our matrix products, where torch
-calls a library for each block. It takes heads without a mask of up to 256 elements, in float32 or
-16 bits. With a mask, 16-bit numbers are widened to float32 for torch where our kernel is faster:
-on processors without instructions for 16-bit numbers, its backward pass takes seven times as long
-in bfloat16 as in float32. Queries, keys, values and the result are kept in 16 bits; each pass
-widens them, so its error is the rounding of its results. `megacore.qualification` measures both.
+calls a library for each block. It takes several queries without a mask, of heads of up to 256
+elements, in float32 or 16 bits. With a mask, 16-bit numbers are widened to float32 for torch where
+our kernel is faster: on processors without instructions for 16-bit numbers, torch's backward pass
+takes seven times as long in bfloat16 as in float32. Queries, keys, values and the result are kept
+in 16 bits; each pass widens them, so its error is the rounding of its results.
+`megacore.qualification` measures both.
 
 Shapes: B batch, N query heads, G heads of keys and values, S queries, T keys, D head dimension.
 """
@@ -86,7 +87,13 @@ class Attended(NamedTuple):
 
 
 def takes_any_width(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether `attention` has a kernel for these widths of keys and values, unmasked."""
+    """Return whether `attention` has a kernel for these widths of keys and values, unmasked.
+
+    Args:
+        q: As in `attention`, like the others.
+        k: ``(B, G, T, D)``.
+        v: ``(B, G, T, E)``.
+    """
     return k.shape[-1] == v.shape[-1] or (_is_ours(q) and _has_kernel(q, k, v, None, None))
 
 
@@ -168,6 +175,18 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
         and q.dtype == k.dtype == v.dtype
         and min(*q.shape, *k.shape, *v.shape) > 0
         and (scale is None or scale >= 0)
+        and _pays(q, k)
+    )
+
+
+def _pays(q: Tensor, k: Tensor) -> bool:
+    """Return whether there are enough queries and threads have enough to do.
+
+    Packing the keys for one query takes as long as reading them, and one thread computes all heads
+    that share a head of keys.
+    """
+    return q.shape[2] > 1 and (
+        q.shape[1] == k.shape[1] or k.shape[0] * k.shape[1] >= torch.get_num_threads()
     )
 
 

@@ -122,6 +122,7 @@ def test_the_kernel_refuses_what_it_cannot_compute(changes: dict[str, Any], mess
     [
         [(2, 4, 0, 8), (2, 2, 0, 8), (2, 2, 0, 8)],
         [(1, 2, 5, 300), (1, 2, 5, 300), (1, 2, 5, 300)],
+        [(2, 4, 1, 8), (2, 2, 9, 8), (2, 2, 9, 8)],
     ],
 )
 def test_torch_computes_what_has_no_kernel(shapes: list[tuple[int, ...]]) -> None:

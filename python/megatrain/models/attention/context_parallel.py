@@ -318,12 +318,12 @@ def _attend(
     # A single query attends to all keys of its window.
     is_square = num_queries == num_keys and window is None
     needs_mask = num_queries > 1 and not is_square
-    is_fused = not needs_mask and takes_any_width(q_SBND, k_SBGD, v_SBGD)
+    q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
+    is_fused = not needs_mask and takes_any_width(q_BNSD, k_BGSD, v_BGSD)
     has_scores = rule.softcap is not None or sinks is not None
     if has_scores or (not is_fused and num_queries > 1 and _is_by_tiles(q_SBND, rule, sinks)):
         tiles = _tiles(num_queries, num_keys, window, masks, like=q_SBND)
         return attend_tiles(q_SBND, k_SBGD, v_SBGD, tiles, rule=rule, sinks=sinks)
-    q_BNSD, k_BGSD, v_BGSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
     if q_SBND.is_meta:
         # For tensors without data torch would choose the formula with all scores.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
