@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def check_options(value: object, kind: type, name: str) -> None:
@@ -19,8 +19,10 @@ def check_options(value: object, kind: type, name: str) -> None:
         raise TypeError(f"{name} must be a {place}.{kind.__name__}, got {found}")
 
 
-# Annotations are compiled at each call, and options are made in each step of training.
-_hints_of = cache(get_type_hints)
+@cache
+def _hints_of(kind: type) -> Mapping[str, Any]:
+    # Annotations are compiled at each call, and options are made in each step of training.
+    return get_type_hints(kind)
 
 
 def check_values(
@@ -39,7 +41,8 @@ def check_values(
     Raises:
         ValueError: With the name, the rule and the value.
     """
-    for name, hint in _hints_of(type(options)).items():
+    kind: Any = type(options)
+    for name, hint in _hints_of(kind).items():
         value, choices = getattr(options, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
             raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")

@@ -106,7 +106,8 @@ def flash_on_cpu(
     """
     if _is_ours(q):
         if _has_kernel(q, k, v, mask, scale):
-            return _attention(q, k, v, is_causal, _scale(q, scale))
+            mixed, lse = _attention(q, k, v, is_causal, _scale(q, scale))
+            return mixed, lse
         wide_q, wide_k, wide_v = _wide(q, k, v)
         mixed, lse = _flash(wide_q, wide_k, wide_v, mask, is_causal, scale)
         return mixed.to(q.dtype), lse
@@ -128,7 +129,9 @@ def flash_on_cpu_backward(
         dq, dk, dv = backward(*given, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         return dq, dk, dv
     if _has_kernel(done.q, done.k, done.v, mask, scale):
-        return _attention_backward(*given, lse.float(), is_causal, _scale(done.q, scale))
+        rest = lse.float(), is_causal, _scale(done.q, scale)
+        dq, dk, dv = _attention_backward(*given, *rest)
+        return dq, dk, dv
     mask = mask if mask is None else mask.float()
     found = backward(*_wide(*given), lse, 0.0, is_causal, attn_mask=mask, scale=scale)
     dq, dk, dv = (each.to(done.q.dtype) for each in found)
@@ -138,6 +141,7 @@ def flash_on_cpu_backward(
 class _Ours(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+        mixed: Tensor
         mixed, lse = _attention(q, k, v, is_causal, scale)
         ctx.save_for_backward(q, k, v, mixed, lse)
         ctx.rest = is_causal, scale
@@ -209,7 +213,7 @@ def _backward_fake(
 
 def _in_order_of(x: Tensor, sizes: Any) -> Tensor:
     """Return new memory with the axes in the order of those of ``x``, but for the last one."""
-    axes = [*sorted(range(x.dim() - 1), key=lambda axis: -x.stride(axis)), x.dim() - 1]
+    axes = [*sorted(range(x.dim() - 1), key=lambda axis: -x.stride()[axis]), x.dim() - 1]
     return x.new_empty([sizes[axis] for axis in axes]).permute(
         sorted(range(x.dim()), key=lambda axis: axes[axis])
     )
