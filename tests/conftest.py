@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from megacore.ops.kernel_choice import leave_to_torch, left_operations
+
 torch.set_num_threads(1)
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -35,3 +37,12 @@ def _grad_mode() -> Iterator[None]:
     is_enabled = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert is_enabled, "gradients are off after this test"
+
+
+@pytest.fixture(autouse=True)
+def _kernel_choice() -> Iterator[None]:
+    """Undo the choice of kernels of a run inside of the test's process."""
+    before = {kind: left_operations(kind) for kind in ("cpu", "cuda")}
+    yield
+    for kind, names in before.items():
+        leave_to_torch(names, kind)

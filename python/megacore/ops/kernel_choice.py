@@ -53,7 +53,7 @@ def measured_for(dtype: str) -> tuple[str, ...]:
 
     Example:
         >>> measured_for("float16")[-2:]
-        ('linear.float16.large.weight_grad', 'attention.float16')
+        ('attention.float32', 'attention.float16')
     """
     return tuple(name for name in MEASURED if name.split(".")[1] in ("float32", dtype))
 
