@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from megacore.ops.kernel_choice import leave_to_torch, left_operations
-
 torch.set_num_threads(1)
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -42,6 +40,9 @@ def _grad_mode() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _kernel_choice() -> Iterator[None]:
     """Undo the choice of kernels of a run inside of the test's process."""
+    # Not above: the plugin of emulated kernels is configured before megacore is imported.
+    from megacore.ops.kernel_choice import leave_to_torch, left_operations
+
     before = {kind: left_operations(kind) for kind in ("cpu", "cuda")}
     yield
     for kind, names in before.items():
