@@ -2,11 +2,11 @@
 
 Our kernel computes blocks of queries and keys by the tiles of our matrix products, where torch
 calls a library for each block. It takes several queries without a mask, of heads of up to 256
-elements, in float32 or 16 bits. With a mask, 16-bit numbers are widened to float32 for torch where
-our kernel is faster: on processors without instructions for 16-bit numbers, torch's backward pass
-takes seven times as long in bfloat16 as in float32. Queries, keys, values and the result are kept
-in 16 bits; each pass widens them, so its error is the rounding of its results.
-`megacore.qualification` measures both.
+elements, in float32 or 16 bits. With a mask, 16-bit numbers are widened to float32 for torch on
+processors without instructions for them, where its backward pass takes seven times as long in
+bfloat16 as in float32. Queries, keys, values and the result are kept in 16 bits; each pass widens
+them, so its error is the rounding of its results. `megacore.qualification` measures our kernel and
+torch's.
 
 Shapes: B batch, N query heads, G heads of keys and values, S queries, T keys, D head dimension.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from megacore.ops import gemm_cpu
 from megacore.ops.kernel_choice import ATTENTION_DTYPES, is_left
 from megacore.ops.linear import is_observed
 from megacore.ops.register import compiled
@@ -53,13 +54,13 @@ def attention(
     Sync:
         None.
     """
-    if is_observed() or not _is_ours(q):
+    if not is_observed() and _has_kernel(q, k, v, mask, scale):
+        result: Tensor = _Ours.apply(q, k, v, is_causal, _scale(q, scale))  # type: ignore[no-untyped-call]
+        return result
+    if is_observed() or not _is_widened(q):
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
-    if _has_kernel(q, k, v, mask, scale):
-        result: Tensor = _Ours.apply(q, k, v, is_causal, _scale(q, scale))  # type: ignore[no-untyped-call]
-        return result
     if mask is not None and mask.dtype == q.dtype:
         mask = mask.float()
     return scaled_dot_product_attention(
@@ -94,7 +95,7 @@ def takes_any_width(q: Tensor, k: Tensor, v: Tensor) -> bool:
         k: ``(B, G, T, D)``.
         v: ``(B, G, T, E)``.
     """
-    return k.shape[-1] == v.shape[-1] or (_is_ours(q) and _has_kernel(q, k, v, None, None))
+    return k.shape[-1] == v.shape[-1] or _has_kernel(q, k, v, None, None)
 
 
 def flash_on_cpu(
@@ -104,10 +105,10 @@ def flash_on_cpu(
 
     Arguments as of `attention`, with one head dimension and a float mask.
     """
-    if _is_ours(q):
-        if _has_kernel(q, k, v, mask, scale):
-            mixed, lse = _attention(q, k, v, is_causal, _scale(q, scale))
-            return mixed, lse
+    if _has_kernel(q, k, v, mask, scale):
+        mixed, lse = _attention(q, k, v, is_causal, _scale(q, scale))
+        return mixed, lse
+    if _is_widened(q):
         wide_q, wide_k, wide_v = _wide(q, k, v)
         mixed, lse = _flash(wide_q, wide_k, wide_v, mask, is_causal, scale)
         return mixed.to(q.dtype), lse
@@ -125,12 +126,12 @@ def flash_on_cpu_backward(
     """Return the gradients of queries, keys and values from the results of `flash_on_cpu`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     *given, lse = grad, *done
-    if not _is_ours(done.q):
-        dq, dk, dv = backward(*given, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-        return dq, dk, dv
     if _has_kernel(done.q, done.k, done.v, mask, scale):
         rest = lse.float(), is_causal, _scale(done.q, scale)
         dq, dk, dv = _attention_backward(*given, *rest)
+        return dq, dk, dv
+    if not _is_widened(done.q):
+        dq, dk, dv = backward(*given, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         return dq, dk, dv
     mask = mask if mask is None else mask.float()
     found = backward(*_wide(*given), lse, 0.0, is_causal, attn_mask=mask, scale=scale)
@@ -172,9 +173,15 @@ def _is_ours(q: Tensor) -> bool:
     return q.is_cpu and (name := _NAMES.get(q.dtype)) is not None and not is_left(name, "cpu")
 
 
+def _is_widened(q: Tensor) -> bool:
+    """Return whether torch computes faster in float32 than in the 16 bits of these queries."""
+    return q.dtype.itemsize == 2 and _is_ours(q) and not gemm_cpu.has_fast_products(q.dtype)
+
+
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> bool:
     return (
         mask is None
+        and _is_ours(q)
         and max(q.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM
         and q.dtype == k.dtype == v.dtype
         and min(*q.shape, *k.shape, *v.shape) > 0

@@ -100,14 +100,14 @@ def goes_to_float32(product: Product, rows: Tensor, w: Tensor) -> bool:
         return False
     num_experts, out_features, in_features = w.shape
     size = out_features * in_features * (30 * num_experts + rows.shape[0])
-    if size < 2_000_000 * num_experts or not _has_fast_products(rows.dtype):
+    if size < 2_000_000 * num_experts or not has_fast_products(rows.dtype):
         return True
     dtype = str(rows.dtype).removeprefix("torch.")
     return not is_left(linear_name(dtype, "medium", product), "cpu")
 
 
 @functools.cache
-def _has_fast_products(dtype: torch.dtype) -> bool:
+def has_fast_products(dtype: torch.dtype) -> bool:
     """Return whether the CPU has instructions for products of a 16-bit dtype."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False

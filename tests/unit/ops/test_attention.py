@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
+from megacore.ops import gemm_cpu
 from megacore.ops.attention import Attended, attention, flash_on_cpu, flash_on_cpu_backward
 from megacore.ops.kernel_choice import MEASURED, leaving
 
@@ -58,7 +59,10 @@ def test_errors_are_at_most_those_of_torch(
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("width", [WIDTH, 16])
-def test_masks_and_narrower_values_are_widened_too(dtype: torch.dtype, width: int) -> None:
+def test_masks_and_narrower_values_are_widened_too(
+    dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_cpu, "has_fast_products", lambda _: False)
     tensors = [x.to(dtype).double() for x in draw(2, 2, width)]
     mask = torch.ones(SEQ, SEQ).tril().log()
     exact = passes(tensors, torch.float64, (), mask=mask.double())
@@ -139,6 +143,15 @@ def test_torch_knows_the_operations() -> None:
     opcheck(ops._attention.default, (q, k, v, True, 0.3), test_utils=checks)
     done = (grad, q, k, v, *ops._attention(q, k, v, True, 0.3))
     opcheck(ops._attention_backward.default, (*done, True, 0.3), test_utils=checks)
+
+
+def test_masks_are_torchs_in_16_bits_where_these_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_cpu, "has_fast_products", lambda _: True)
+    q, k, v, _ = (x.bfloat16() for x in draw(2, 2))
+    mask = torch.ones(SEQ, SEQ).tril().log().bfloat16()
+    with leaving((), "cpu"):
+        found = attention(q, k, v, mask=mask)
+    assert torch.equal(found, scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
 def test_torch_computes_what_is_not_measured() -> None:

@@ -117,7 +117,7 @@ def test_processors_with_and_without_instructions_for_it_round_16_bits_once(
 def test_only_small_products_of_16_bits_are_computed_in_float32(
     monkeypatch: pytest.MonkeyPatch, rows: int, width: int, goes: bool
 ) -> None:
-    monkeypatch.setattr(gemm_cpu, "_has_fast_products", lambda _: True)
+    monkeypatch.setattr(gemm_cpu, "has_fast_products", lambda _: True)
     x, w = torch.empty(rows, width).bfloat16(), torch.empty(2, width, width).bfloat16()
     assert gemm_cpu.goes_to_float32("forward", x, w) == goes
     assert not gemm_cpu.goes_to_float32("forward", x.float(), w.float())
