@@ -61,7 +61,7 @@ def refuse(*_: Any) -> None:
 
 def train_all(_rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DevicePlan, "to_host", refuse)
+        patch.setattr(DevicePlan, "read_slots", refuse)
         patch.setattr(slots, "_post", refuse)
         return [train(world_size, changes) for changes in cases]
 
