@@ -24,19 +24,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_offload(
   Tensor arriving = empty({ranks, experts / ranks + num_spare_slots}, kDTypes.int64);
   Tensor load_before = empty({ranks}, kDTypes.int64);
   Tensor load_after = empty({ranks}, kDTypes.int64);
+  Tensor summary = empty({moe::kPlanNumbers}, kDTypes.int64);
   const auto start = Clock::now();
-  const moe::PlanSummary plan =
-      moe::plan_offload_of_rank({counts.data<int64_t>(), ranks, experts}, spec, rank,
-                                {.slot_expert = slot_expert.mutable_data<int64_t>(),
-                                 .sent = sent.mutable_data<int64_t>(),
-                                 .arriving = arriving.mutable_data<int64_t>(),
-                                 .load_before = load_before.mutable_data<int64_t>(),
-                                 .load_after = load_after.mutable_data<int64_t>()});
+  moe::plan_offload_of_rank({counts.data<int64_t>(), ranks, experts}, spec,
+                            {.rank = rank,
+                             .slot_expert = slot_expert.mutable_data<int64_t>(),
+                             .sent = sent.mutable_data<int64_t>(),
+                             .arriving = arriving.mutable_data<int64_t>(),
+                             .load_before = load_before.mutable_data<int64_t>(),
+                             .load_after = load_after.mutable_data<int64_t>(),
+                             .summary = summary.mutable_data<moe::PlanSummary>()});
   const std::chrono::nanoseconds elapsed = Clock::now() - start;
   Tensor elapsed_ns = empty({1}, kDTypes.int64);
   *elapsed_ns.mutable_data<int64_t>() = elapsed.count();
-  Tensor summary = empty({moe::kPlanNumbers}, kDTypes.int64);
-  *summary.mutable_data<moe::PlanSummary>() = plan;
   return {std::move(slot_expert), std::move(sent),    std::move(arriving),  std::move(load_before),
           std::move(load_after),  std::move(summary), std::move(elapsed_ns)};
 }

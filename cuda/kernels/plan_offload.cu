@@ -110,8 +110,6 @@ void plan_offload(const PlanOffloadParams& params, cudaStream_t stream) {
   const PlanShape& shape = params.shape;
   require_shape(shape);
   moe::require_spec(params.spec, shape.num_ranks);
-  MC_REQUIRE(params.plan.rank >= 0 && params.plan.rank < shape.num_ranks,
-             "rank must be in [0, {}), got {}", shape.num_ranks, params.plan.rank);
   const int64_t shared_bytes = shared_bytes_of_block();
   const int64_t num_runs = runs_for(shape, shared_bytes);
   const int64_t bytes = bytes_for(shape, num_runs);

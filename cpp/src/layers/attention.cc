@@ -31,7 +31,6 @@ constexpr int64_t kMostGradKeys = kGradKeys + kMaxTileRows;
 constexpr int64_t kTasksPerThread = 4;
 
 // ---- matrices
-// ------------------------------------------------------------------------------------
 
 // Memory that starts at a line of the cache, so that no vector of a panel crosses two.
 class Floats {
@@ -140,9 +139,7 @@ class Panels {
   int64_t used(int64_t p) const {
     return std::min(kernels_.columns, columns_ - p * kernels_.columns);
   }
-  int64_t width(int64_t p) const {
-    return used(p) * 2 <= kernels_.columns ? kernels_.columns / 2 : kernels_.columns;
-  }
+  int64_t width(int64_t p) const { return kernels_.panel_width(used(p)); }
   float* panel(int64_t p) const { return data_.get() + p * kernels_.columns * depth_; }
 
   const TileKernels& kernels_;
@@ -152,7 +149,6 @@ class Panels {
 };
 
 // ---- forward
-// -------------------------------------------------------------------------------------
 
 struct Forward {
   AttentionShape s;
@@ -247,7 +243,6 @@ class ForwardTask {
 };
 
 // ---- backward
-// ------------------------------------------------------------------------------------
 
 struct Backward {
   AttentionShape s;

@@ -3,15 +3,14 @@
 #include <algorithm>
 
 #include "megacore/base/exponential.h"
+#include "megacore/base/lane_sum.h"
 #include "megacore/base/vector_clones.h"
-#include "megacore/layers/attention.h"
 
 namespace megacore::layers {
 namespace {
 
-constexpr int64_t kLanes = 16;
+using base::kLanes;
 
-// A maximum or a sum over lanes of its own vectorises, in an order that depends on `count` only.
 [[gnu::always_inline]] inline float largest(const float* values, int64_t count) {
   float lanes[kLanes];
   std::fill_n(lanes, kLanes, -std::numeric_limits<float>::infinity());
@@ -32,24 +31,6 @@ constexpr int64_t kLanes = 16;
   return result;
 }
 
-[[gnu::always_inline]] inline float sum_of(const float* values, int64_t count) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += values[i + lane];
-    }
-  }
-  float sum = 0.0F;
-  for (; i < count; ++i) {
-    sum += values[i];
-  }
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    sum += lanes[lane];
-  }
-  return sum;
-}
-
 }  // namespace
 
 MC_VECTOR_CLONES_V4 float softmax_row(float* __restrict__ scores,
@@ -64,7 +45,9 @@ MC_VECTOR_CLONES_V4 float softmax_row(float* __restrict__ scores,
   }
   const float factor = base::exponential(before - max);
   state.max = max;
-  state.sum = state.sum * factor + sum_of(scores, count);
+  state.sum =
+      state.sum * factor +
+      base::sum(count, [scores](int64_t i) __attribute__((always_inline)) { return scores[i]; });
   return factor;
 }
 
@@ -77,11 +60,7 @@ MC_VECTOR_CLONES_V4 void scale_row(float* __restrict__ row, int64_t count, float
 MC_VECTOR_CLONES_V4 float dot_rows(const float* __restrict__ a,
                                    const float* __restrict__ b,
                                    int64_t count) {
-  float products[kMaxHeadDim];
-  for (int64_t i = 0; i < count; ++i) {
-    products[i] = a[i] * b[i];
-  }
-  return sum_of(products, count);
+  return base::sum(count, [=](int64_t i) __attribute__((always_inline)) { return a[i] * b[i]; });
 }
 
 MC_VECTOR_CLONES_V4 void grad_row(float* __restrict__ scores,

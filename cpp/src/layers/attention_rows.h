@@ -19,7 +19,6 @@ float softmax_row(float* scores, int64_t count, float scale, RowState& state);
 
 void scale_row(float* row, int64_t count, float factor);
 
-// REQUIRES: count <= kMaxHeadDim.
 float dot_rows(const float* a, const float* b, int64_t count);
 
 // Scores of a key become weights, and gradients of its weights those of its scores' products.

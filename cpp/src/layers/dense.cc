@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "megacore/base/check.h"
+#include "megacore/base/lane_sum.h"
 #include "megacore/base/low_precision.h"
 #include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
@@ -12,39 +13,15 @@
 namespace megacore::layers {
 namespace {
 
-constexpr int64_t kLanes = 16;
 // Elements of work that are worth a thread.
 constexpr int64_t kGrainNumel = 1 << 15;
 // Rows whose part of the gradient of the weight is summed first.
 constexpr int64_t kRowsOfSum = 256;
 
+using base::kLanes;
 using base::narrow;
+using base::sum;
 using base::widen;
-
-[[gnu::always_inline]] inline float sum_of(float* lanes) {
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) {
-      lanes[lane] += lanes[lane + half];
-    }
-  }
-  return lanes[0];
-}
-
-// Sum of term(i) for i < count, in an order that depends on the count only.
-template <typename Term>
-[[gnu::always_inline]] inline float sum(int64_t count, const Term& term) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += term(i + lane);
-    }
-  }
-  for (; i < count; ++i) {
-    lanes[i % kLanes] += term(i);
-  }
-  return sum_of(lanes);
-}
 
 template <typename Float>
 [[gnu::always_inline]] inline float norm_row(const Float* __restrict__ x,

@@ -5,6 +5,7 @@
 
 #include "megacore/base/check.h"
 #include "megacore/base/exponential.h"
+#include "megacore/base/lane_sum.h"
 #include "megacore/base/low_precision.h"
 #include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
@@ -55,27 +56,6 @@ MC_VECTOR_CLONES_V4 void gelu_row(const Float* __restrict__ x,
 // Products for the gradient of the weight of a row are kept for a stretch and then added in lanes:
 // the loop over them vectorises, and the order of the sum depends on the width only.
 constexpr int64_t kStretch = 256;
-constexpr int64_t kLanes = 16;
-
-[[gnu::always_inline]] inline void add_stretch(const float* products, int64_t count, float* lanes) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += products[i + lane];
-    }
-  }
-  for (; i < count; ++i) {
-    lanes[i % kLanes] += products[i];
-  }
-}
-
-[[gnu::always_inline]] inline float sum_of(const float* lanes) {
-  float sum = 0.0F;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    sum += lanes[lane];
-  }
-  return sum;
-}
 
 // Both return the gradient of the weight of the row.
 template <typename Float>
@@ -84,7 +64,7 @@ MC_VECTOR_CLONES_V4 float swiglu_backward_row(const Float* __restrict__ grad_y,
                                               float prob,
                                               Float* __restrict__ grad_x,
                                               int64_t width) {
-  float lanes[kLanes] = {};
+  float lanes[base::kLanes] = {};
   for (int64_t start = 0; start < width; start += kStretch) {
     const int64_t count = std::min(kStretch, width - start);
     float products[kStretch];
@@ -100,9 +80,10 @@ MC_VECTOR_CLONES_V4 float swiglu_backward_row(const Float* __restrict__ grad_y,
       narrow(weighted * up * (s * (1.0F + gate * (1.0F - s))), grad_x[i]);
       narrow(weighted * silu, grad_x[width + i]);
     }
-    add_stretch(products, count, lanes);
+    base::add_to_lanes(
+        count, [&](int64_t j) __attribute__((always_inline)) { return products[j]; }, lanes);
   }
-  return sum_of(lanes);
+  return base::sum_of_lanes(lanes);
 }
 
 template <typename Float>
@@ -111,7 +92,7 @@ MC_VECTOR_CLONES_V4 float gelu_backward_row(const Float* __restrict__ grad_y,
                                             float prob,
                                             Float* __restrict__ grad_x,
                                             int64_t width) {
-  float lanes[kLanes] = {};
+  float lanes[base::kLanes] = {};
   for (int64_t start = 0; start < width; start += kStretch) {
     const int64_t count = std::min(kStretch, width - start);
     float products[kStretch];
@@ -124,9 +105,10 @@ MC_VECTOR_CLONES_V4 float gelu_backward_row(const Float* __restrict__ grad_y,
       products[j] = grad * (value * s);
       narrow(grad * prob * (s * (1.0F + value * (1.0F - s) * inner)), grad_x[i]);
     }
-    add_stretch(products, count, lanes);
+    base::add_to_lanes(
+        count, [&](int64_t j) __attribute__((always_inline)) { return products[j]; }, lanes);
   }
-  return sum_of(lanes);
+  return base::sum_of_lanes(lanes);
 }
 
 int64_t input_width(Activation kind, const ActivationShape& shape) {

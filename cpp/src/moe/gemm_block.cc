@@ -16,8 +16,7 @@ struct Panel {
 
 Panel panel_at(const TileKernels& kernels, int64_t first, int64_t end) {
   const int64_t used = std::min(kernels.columns, end - first);
-  const bool is_half = used * 2 <= kernels.columns;
-  return {.first = first, .used = used, .width = is_half ? kernels.columns / 2 : kernels.columns};
+  return {.first = first, .used = used, .width = kernels.panel_width(used)};
 }
 
 void pack_panel(const Side& right, const Panel& panel, int64_t d, int64_t depth, float* packed) {

@@ -36,6 +36,9 @@ struct TileKernels {
   int64_t depth;    // of packed blocks
   TileFunctions by_rows;
   TileFunctions by_depth;
+
+  // Width of the tiles that compute `used` <= columns.
+  int64_t panel_width(int64_t used) const { return used * 2 <= columns ? columns / 2 : columns; }
 };
 
 // The widest kernels that this processor runs.

@@ -16,7 +16,7 @@ struct PlannerCall {
   PlanSpec spec = {};
   PlanMemory memory;
   const int64_t* counts = nullptr;
-  TeamPlan plan = {};
+  RankPlan plan = {};
 };
 
 TeamPlanner<SoloTeam, SoloTeam> planner_of(const PlannerCall& call) {
@@ -29,7 +29,7 @@ MC_VECTOR_CLONES_V4 __attribute__((flatten)) void choose_by_one_thread(const Pla
   planner_of(call).choose();
 }
 
-void write_loads(const PlanShape& shape, const PlanMemory& memory, const TeamPlan& plan) {
+void write_loads(const PlanShape& shape, const PlanMemory& memory, const RankPlan& plan) {
   const SlotTable chosen = memory.chosen();
   std::copy_n(chosen.expert, shape.num_slots(), plan.slot_expert);
   std::copy_n(memory.ranks(), shape.num_ranks, plan.load_before);
@@ -45,7 +45,7 @@ void write_loads(const PlanShape& shape, const PlanMemory& memory, const TeamPla
 void write_of_rank(const PlanShape& shape,
                    const int64_t* counts,
                    const SourceTokens& split,
-                   const TeamPlan& plan) {
+                   const RankPlan& plan) {
   const int64_t local = shape.experts_per_rank();
   const int64_t first = plan.rank * local;
   const int64_t first_slot = plan.rank * shape.num_spare_slots;
@@ -77,10 +77,10 @@ void write_of_rank(const PlanShape& shape,
 
 // `write_tokens` gets the tokens of all sources for all clones.
 template <typename WriteTokens>
-PlanSummary plan_with(const TokenCounts& counts,
-                      const PlanSpec& spec,
-                      TeamPlan plan,
-                      const WriteTokens& write_tokens) {
+void plan_with(const TokenCounts& counts,
+               const PlanSpec& spec,
+               const RankPlan& plan,
+               const WriteTokens& write_tokens) {
   const Loads loads = sum_loads(counts);
   require_spec(spec, counts.num_ranks);
   const PlanShape shape{counts.num_ranks, counts.num_experts, spec.num_spare_slots};
@@ -92,38 +92,25 @@ PlanSummary plan_with(const TokenCounts& counts,
       .total = loads.total,
       .highest_load = loads.highest(),
       .largest_expert = *std::max_element(loads.experts.begin(), loads.experts.end())};
-  PlanSummary summary;
-  plan.summary = &summary;
   const PlannerCall call{
       .shape = shape, .spec = spec, .memory = memory, .counts = counts.tokens, .plan = plan};
   choose_by_one_thread(call);
   write_tokens(shape, split_sources(shape, spec.is_balanced(), counts.tokens, memory.experts(),
                                     memory.chosen()));
-  write_loads(shape, memory, call.plan);
+  write_loads(shape, memory, plan);
   planner_of(call).summarize();
+  const PlanSummary& summary = *plan.summary;
   MC_INVARIANT(summary.bound_holds != 0 || !spec.is_balanced() ||
                    spec.num_spare_slots < shape.experts_per_rank(),
                "the plan leaves a rank with {} tokens, above the guaranteed {}", summary.max_load,
                summary.bound);
-  return summary;
 }
 
 }  // namespace
 
-PlanSummary plan_offload_of_rank(const TokenCounts& counts,
-                                 const PlanSpec& spec,
-                                 int64_t rank,
-                                 const RankPlanArrays& plan) {
-  MC_REQUIRE(rank >= 0 && rank < counts.num_ranks, "rank must be in [0, {}), got {}",
-             counts.num_ranks, rank);
-  const TeamPlan arrays = {.rank = rank,
-                           .slot_expert = plan.slot_expert,
-                           .sent = plan.sent,
-                           .arriving = plan.arriving,
-                           .load_before = plan.load_before,
-                           .load_after = plan.load_after};
-  return plan_with(counts, spec, arrays, [&](const PlanShape& shape, const SourceTokens& split) {
-    write_of_rank(shape, counts.tokens, split, arrays);
+void plan_offload_of_rank(const TokenCounts& counts, const PlanSpec& spec, const RankPlan& plan) {
+  plan_with(counts, spec, plan, [&](const PlanShape& shape, const SourceTokens& split) {
+    write_of_rank(shape, counts.tokens, split, plan);
   });
 }
 
@@ -139,9 +126,11 @@ OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec) {
                    .rerouted = std::vector<int64_t>(ranks * slots),
                    .load_before = std::vector<int64_t>(ranks),
                    .load_after = std::vector<int64_t>(ranks)};
-  const TeamPlan arrays = {.slot_expert = plan.slot_expert.data(),
+  PlanSummary summary;
+  const RankPlan arrays = {.slot_expert = plan.slot_expert.data(),
                            .load_before = plan.load_before.data(),
-                           .load_after = plan.load_after.data()};
+                           .load_after = plan.load_after.data(),
+                           .summary = &summary};
   const auto write_rerouted = [&](const PlanShape& shape, const SourceTokens& split) {
     for (int64_t source = 0; source < shape.num_ranks; ++source) {
       int64_t* row = plan.rerouted.data() + source * shape.num_slots();
@@ -150,7 +139,7 @@ OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec) {
       }
     }
   };
-  const PlanSummary summary = plan_with(counts, spec, arrays, write_rerouted);
+  plan_with(counts, spec, arrays, write_rerouted);
   plan.max_load = summary.max_load;
   plan.num_clones = summary.num_clones;
   plan.bound = summary.bound;

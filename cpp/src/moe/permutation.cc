@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "megacore/base/check.h"
+#include "megacore/base/lane_sum.h"
 #include "megacore/base/low_precision.h"
 #include "megacore/base/parallel_for.h"
 #include "megacore/base/vector_clones.h"
@@ -13,8 +14,6 @@ namespace {
 
 // Elements copied that are worth a thread.
 constexpr int64_t kGrainNumel = 1 << 16;
-
-constexpr int64_t kLanes = 16;
 
 using base::narrow;
 using base::widen;
@@ -48,26 +47,12 @@ MC_VECTOR_CLONES void round_row(const float* __restrict__ from,
   }
 }
 
-// Lanes let the sum vectorise; their number is fixed, so every processor adds in the same order.
 template <typename Float>
 MC_VECTOR_CLONES float dot(const Float* __restrict__ a,
                            const Float* __restrict__ b,
                            int64_t width) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += widen(a[i + lane]) * widen(b[i + lane]);
-    }
-  }
-  for (; i < width; ++i) {
-    lanes[i % kLanes] += widen(a[i]) * widen(b[i]);
-  }
-  float sum = 0.0F;
-  for (const float lane : lanes) {
-    sum += lane;
-  }
-  return sum;
+  return base::sum(
+      width, [=](int64_t i) __attribute__((always_inline)) { return widen(a[i]) * widen(b[i]); });
 }
 
 void check_map(const RowMap& map, int64_t width, int num_threads) {

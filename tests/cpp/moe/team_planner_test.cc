@@ -86,10 +86,10 @@ class HostTeam {
 };
 
 // The plan of one rank, in memory that was not cleared before.
-struct RankPlan {
+struct PlanOfRank {
   static constexpr int64_t kPoison = -0x5555555555555555;
 
-  RankPlan(const PlanShape& shape)
+  PlanOfRank(const PlanShape& shape)
       : slot_expert(size(shape.num_slots()), kPoison),
         sent(size(shape.num_slots()), kPoison),
         arriving(size(shape.num_ranks * shape.places_per_rank()), kPoison),
@@ -98,30 +98,35 @@ struct RankPlan {
 
   static size_t size(int64_t number) { return static_cast<size_t>(number); }
 
+  RankPlan arrays(int64_t rank) {
+    return {.rank = rank,
+            .slot_expert = slot_expert.data(),
+            .sent = sent.data(),
+            .arriving = arriving.data(),
+            .load_before = load_before.data(),
+            .load_after = load_after.data(),
+            .summary = &summary};
+  }
+
   std::vector<int64_t> slot_expert, sent, arriving, load_before, load_after;
   PlanSummary summary = {};
 
-  friend bool operator==(const RankPlan&, const RankPlan&) = default;
+  friend bool operator==(const PlanOfRank&, const PlanOfRank&) = default;
 };
 
 PlanShape shape_of(const TokenCounts& counts, const PlanSpec& spec) {
   return {counts.num_ranks, counts.num_experts, spec.num_spare_slots};
 }
 
-RankPlan plan_by_team(const TokenCounts& counts,
-                      const PlanSpec& spec,
-                      int64_t rank,
-                      int64_t num_runs) {
+PlanOfRank plan_by_team(const TokenCounts& counts,
+                        const PlanSpec& spec,
+                        int64_t rank,
+                        int64_t num_runs) {
   const PlanShape shape = shape_of(counts, spec);
-  RankPlan out(shape);
-  std::vector<int64_t> words(RankPlan::size(PlanMemory::words(shape, num_runs)), RankPlan::kPoison);
-  const TeamPlan plan{.rank = rank,
-                      .slot_expert = out.slot_expert.data(),
-                      .sent = out.sent.data(),
-                      .arriving = out.arriving.data(),
-                      .load_before = out.load_before.data(),
-                      .load_after = out.load_after.data(),
-                      .summary = &out.summary};
+  PlanOfRank out(shape);
+  std::vector<int64_t> words(PlanOfRank::size(PlanMemory::words(shape, num_runs)),
+                             PlanOfRank::kPoison);
+  const RankPlan plan = out.arrays(rank);
   std::barrier<> all(kWarps * kLanes);
   std::deque<std::barrier<>> barriers;
   std::array<std::array<int64_t, kLanes>, kWarps> shared{};
@@ -143,14 +148,9 @@ RankPlan plan_by_team(const TokenCounts& counts,
   return out;
 }
 
-RankPlan plan_by_one_thread(const TokenCounts& counts, const PlanSpec& spec, int64_t rank) {
-  RankPlan out(shape_of(counts, spec));
-  out.summary = plan_offload_of_rank(counts, spec, rank,
-                                     {.slot_expert = out.slot_expert.data(),
-                                      .sent = out.sent.data(),
-                                      .arriving = out.arriving.data(),
-                                      .load_before = out.load_before.data(),
-                                      .load_after = out.load_after.data()});
+PlanOfRank plan_by_one_thread(const TokenCounts& counts, const PlanSpec& spec, int64_t rank) {
+  PlanOfRank out(shape_of(counts, spec));
+  plan_offload_of_rank(counts, spec, out.arrays(rank));
   return out;
 }
 
@@ -198,7 +198,7 @@ void expect_the_plan_of_one_thread(const TokenCounts& counts,
                                    int64_t num_runs,
                                    int64_t& num_clones) {
   const int64_t rank = num_runs % counts.num_ranks;
-  const RankPlan found = plan_by_team(counts, spec, rank, num_runs);
+  const PlanOfRank found = plan_by_team(counts, spec, rank, num_runs);
   ASSERT_EQ(found.summary.is_valid, 1);
   ASSERT_TRUE(found == plan_by_one_thread(counts, spec, rank));
   num_clones += found.summary.num_clones;
@@ -263,7 +263,7 @@ TEST(TeamPlanner, MarksBadCountsAndMakesNoClones) {
   for (const int64_t bad : {int64_t{-1}, kMaxTokensPerExpert + 1, kMaxTokensPerExpert - 2}) {
     const std::vector<int64_t> tokens{bad, 5, 7, 100, 3, 3, 3, 3};
     const PlanSpec spec{.num_spare_slots = 2};
-    const RankPlan found = plan_by_team({tokens.data(), 2, 4}, spec, 1, 4);
+    const PlanOfRank found = plan_by_team({tokens.data(), 2, 4}, spec, 1, 4);
     EXPECT_EQ(found.summary.is_valid, 0);
     EXPECT_EQ(found.summary.bound_holds, 0);
     EXPECT_EQ(found.summary.num_clones, 0);

@@ -36,23 +36,11 @@ struct OffloadPlan {
   friend bool operator==(const OffloadPlan&, const OffloadPlan&) = default;
 };
 
-// Memory for what one rank needs of a plan; all of it is written.
-struct RankPlanArrays {
-  int64_t* slot_expert = nullptr;  // (rank, slot), as load_before and load_after of an OffloadPlan
-  int64_t* sent = nullptr;         // (rank, slot): `rerouted` of this rank
-  // (source rank, place of this rank): tokens for its home experts, and for its slots.
-  int64_t* arriving = nullptr;
-  int64_t* load_before = nullptr;
-  int64_t* load_after = nullptr;
-};
-
 // Throws std::invalid_argument for bad counts (see sum_loads) and bad options (see require_spec),
 // std::logic_error if the bound of the balanced planner is violated.
 OffloadPlan plan_offload(const TokenCounts& counts, const PlanSpec& spec);
-// The part of the same plan that `rank` needs: O(ranks), where all of it is O(ranks^2).
-PlanSummary plan_offload_of_rank(const TokenCounts& counts,
-                                 const PlanSpec& spec,
-                                 int64_t rank,
-                                 const RankPlanArrays& plan);
+// The part of the same plan that `plan.rank` needs; all arrays of `plan` are written.
+// REQUIRES: plan.rank is a rank of the counts.
+void plan_offload_of_rank(const TokenCounts& counts, const PlanSpec& spec, const RankPlan& plan);
 
 }  // namespace megacore::moe

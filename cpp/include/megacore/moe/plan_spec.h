@@ -77,6 +77,18 @@ struct PlanSummary {
 };
 inline constexpr int64_t kPlanNumbers = sizeof(PlanSummary) / sizeof(int64_t);
 
+// Memory for what one rank needs of a plan: O(ranks), where all of it is O(ranks^2).
+struct RankPlan {
+  int64_t rank = 0;
+  int64_t* slot_expert = nullptr;  // (rank, slot), as load_before and load_after of an OffloadPlan
+  int64_t* sent = nullptr;         // (rank, slot): `rerouted` of this rank
+  // (source rank, place of this rank): tokens for its home experts, and for its slots.
+  int64_t* arriving = nullptr;
+  int64_t* load_before = nullptr;
+  int64_t* load_after = nullptr;
+  PlanSummary* summary = nullptr;
+};
+
 // Throws std::invalid_argument for slots outside [0, 1024], a tolerance outside [0, 10^6], a
 // minimum imbalance outside [10^6, 10^9], a domain size that does not divide the number of ranks,
 // or a domain with the echo method.

@@ -52,17 +52,6 @@
 
 namespace megacore::moe {
 
-// A plan as one rank needs it, as RankPlanArrays.
-struct TeamPlan {
-  int64_t rank = 0;
-  int64_t* slot_expert = nullptr;  // (rank, slot)
-  int64_t* sent = nullptr;         // (rank, slot) tokens of this rank
-  int64_t* arriving = nullptr;     // (source rank, home expert or slot of this rank)
-  int64_t* load_before = nullptr;  // (rank,)
-  int64_t* load_after = nullptr;   // (rank,)
-  PlanSummary* summary = nullptr;
-};
-
 template <typename Team, typename Warp>
 class TeamPlanner {
  public:
@@ -73,7 +62,7 @@ class TeamPlanner {
                            const PlanSpec& spec,
                            const PlanMemory& memory,
                            const int64_t* counts,
-                           const TeamPlan& plan)
+                           const RankPlan& plan)
       : team_(team),
         warp_(warp),
         spec_(spec),
@@ -600,7 +589,7 @@ class TeamPlanner {
   int64_t domain_size_;
   PlanMemory m_;
   const int64_t* counts_;
-  TeamPlan plan_;
+  RankPlan plan_;
 };
 
 }  // namespace megacore::moe
