@@ -9,7 +9,8 @@ Three parts, each measured in processes of its own:
 - ``checkpoint``: the boxes of all ranks of a made-up model whose tensors are cut into flat ranges,
   as many per rank as that recipe has at 16,384 ranks. Rank 0 joins them once; at each save it
   writes both indexes. Each rank that resumes opens the index and looks its boxes up.
-- ``why-hung``: the recorded calls of ranks of which one is late, compared on one rank.
+- ``why-hung``: the recorded calls of ranks of which one is late, compared on one rank; also from
+  files, for up to 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import functools
 import multiprocessing
 import resource
 import tempfile
@@ -42,6 +44,7 @@ from megatrain.checkpoint.torch_metadata import write_torch_metadata
 WORLDS = (64, 1024, 16384, 131072)
 RECIPE = Path(__file__).parents[1] / "examples/recipes/deepseek-v3-2048.toml"
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
+MOST_FILES = 1024
 # Ranks that cut the tensors of one pipeline stage and expert rank into flat ranges.
 _STAGE = 64
 _SHAPE = (4096, 7168)
@@ -261,6 +264,70 @@ def why_hung(world_size: int) -> Mapping[str, float]:
     return {"diagnose s": timer()}
 
 
+def write_rings(run: Path, ranks: range, world_size: int, *, failed: bool) -> Mapping[str, float]:
+    """Write the rings of some ranks in training, of which one is late, as long as they can be.
+
+    Args:
+        run: Folder of the run.
+        ranks: Ranks whose rings are written.
+        world_size: Ranks, in groups of 8 neighbours, of every eighth, and of all.
+        failed: Whether the call in which the others wait has failed, as after a timeout.
+    """
+    from megacore.calls.records import FAILED
+    from megacore.calls.ring import CallRing
+
+    for rank in ranks:
+        ring = CallRing.create(run, rank=rank, world_size=world_size, run="a")
+        assert ring is not None
+        tp = ring.group("tp", range(rank // 8 * 8, rank // 8 * 8 + 8))
+        dp = ring.group("dp", range(rank % 8, world_size, 8))
+        world = ring.group("world", range(world_size))
+        step = [
+            (tp, "all_gather", 1024),
+            (tp, "reduce_scatter_", 1024),
+            (tp, "all_gather", 4096),
+            (tp, "reduce_scatter_", 4096),
+            (dp, "reduce_scatter_", 1 << 20),
+            (dp, "all_gather", 1 << 20),
+            (world, "all_reduce_", 4),
+        ]
+        for group, kind, numel in step * 150:  # more than a ring holds
+            with group.begin(kind, (numel,), "bfloat16"):
+                pass
+        if rank != world_size // 3:
+            last = tp.begin("all_gather", (1024,), "bfloat16")
+            if failed:
+                last.move_to(FAILED)
+    return {}
+
+
+def read_copies(run: Path, world_size: int) -> Mapping[str, float]:
+    """Read and compare the copied rings of ranks."""
+    from megatrain.hang.diagnosis import diagnosis_of_run
+
+    timer = Timer()
+    found = diagnosis_of_run(run)
+    seconds = timer()
+    assert found is not None
+    assert found.num_read == world_size
+    assert found.findings[0].ranks == (world_size // 3,)
+    return {"diagnose s": seconds, "per rank ms": 1e3 * seconds / world_size}
+
+
+def why_hung_by_files(world_size: int, *, failed: bool) -> Mapping[str, float]:
+    """Measure on rings that were copied into a run's folder, as after a failure."""
+    from megacore.calls.records import remove_rings, save_rings
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        for first in range(0, world_size, 128):  # open files of a process
+            ranks = range(first, min(first + 128, world_size))
+            in_child(functools.partial(write_rings, failed=failed), run, ranks, world_size)
+        save_rings(run)
+        remove_rings(run)
+        return in_child(read_copies, run, world_size)
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -270,7 +337,7 @@ def table(title: str, rows: Mapping[int, Mapping[str, float]]) -> str:
     lines = [title, f"{'ranks':>8}" + "".join(f"{name:>15}" for name in names)]
     for world_size, row in rows.items():
         cells = (
-            f"{value:15,.3f}" if name.endswith(" s") else f"{value:15,.0f}"
+            f"{value:15,.3f}" if name.endswith((" s", " ms")) else f"{value:15,.0f}"
             for name, value in row.items()
         )
         lines.append(f"{world_size:8,}" + "".join(cells))
@@ -303,6 +370,17 @@ def main() -> None:
             {world: in_child(start, world) for world in worlds if world % 64 == 0},
         ),
         table("why-hung: one rank, without reading", {w: in_child(why_hung, w) for w in worlds}),
+        *(
+            table(
+                f"why-hung: files of full rings, ranks whose call {state}",
+                {
+                    w: why_hung_by_files(w, failed=state == "has failed")
+                    for w in worlds
+                    if w <= MOST_FILES
+                },
+            )
+            for state in ("waits", "has failed")
+        ),
     ]
     finish([header("torch", "numpy"), *parts], args.out)
 

@@ -156,6 +156,13 @@ class _CopiedRecords(Sequence[CallRecord]):
             return _records_of(data, _names_of(data), self._known, wanted)
         return []
 
+    def last_serial(self) -> int:
+        """Return the highest serial of the records; 0 if there are none."""
+        with contextlib.suppress(OSError, ValueError):
+            data = _data_of(self._path)
+            return max(fields[0] for fields in RECORD.iter_unpack(data[RECORDS_AT:NAMES_AT]))
+        return 0
+
     def select(self, wanted: Wanted) -> list[CallRecord]:
         """Return some of the records; the others are not decoded, which takes the time."""
         return self._read(wanted)
@@ -166,6 +173,13 @@ def select(records: Sequence[CallRecord], wanted: Wanted) -> list[CallRecord]:
     if isinstance(records, _CopiedRecords):
         return records.select(wanted)
     return [record for record in records if wanted(record.stream, record.number, record.state)]
+
+
+def last_serial(records: Sequence[CallRecord]) -> int:
+    """Return the serial of the last call of a rank, without decoding it; 0 if there is none."""
+    if isinstance(records, _CopiedRecords):
+        return records.last_serial()
+    return records[-1].serial if records else 0
 
 
 def read_rings(run_dir: Path) -> list[RankCalls]:

@@ -25,6 +25,7 @@ from megacore.calls.records import (
     CallRecord,
     RankCalls,
     Stream,
+    last_serial,
     read_rings,
     select,
 )
@@ -192,6 +193,8 @@ class _Comparison:
             for rank, calls in self._rings.items()
         }
         self._missing_members: dict[tuple[tuple[int, int], bool], tuple[int, ...]] = {}
+        # Each question about the past of a rank decodes its file once.
+        self._records_of = lru_cache(maxsize=2)(self._read_records)
         self._history = lru_cache(maxsize=64)(self._read_history)
         self._deviations: dict[tuple[tuple[int, ...], int | None], int | None] = {}
 
@@ -219,7 +222,7 @@ class _Comparison:
         for record in self._unfinished[rank]:
             started = record.state == STARTED or (
                 record.state == FAILED
-                and self._rings[rank].records[-1].serial - record.serial < _LAST
+                and last_serial(self._rings[rank].records) - record.serial < _LAST
             )
             if not started and record.state != ON_DEVICE:
                 continue
@@ -326,7 +329,7 @@ class _Comparison:
             own = identity(call)
             before = [
                 record
-                for record in self._rings[rank].records
+                for record in self._records_of(rank)
                 if record.serial < call.serial and identity(record) == own
             ]
             if before and all(record.what != call.what for record in before):
@@ -342,12 +345,15 @@ class _Comparison:
         if key not in self._deviations:
             self._deviations[key] = _deviation(*key)
         at = self._deviations[key]
-        return None if at is None else self._rings[rank].records[at]
+        return None if at is None else self._records_of(rank)[at]
+
+    def _read_records(self, rank: int) -> list[CallRecord]:
+        return list(self._rings[rank].records)
 
     def _read_history(self, rank: int) -> tuple[tuple[int, ...], dict[object, int]]:
         """Number the calls of a rank by their identities, in the order in which they appear."""
         numbers: dict[object, int] = {}
-        identities = map(self._streams.identity, self._rings[rank].records)
+        identities = map(self._streams.identity, self._records_of(rank))
         names = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
         return names, numbers
 
@@ -455,7 +461,7 @@ class _Comparison:
         return calls.status
 
     def _last_call(self, rank: int) -> str:
-        records = self._rings[rank].records
+        records = self._records_of(rank)
         return f"its last call: {records[-1]}" if records else "it has made no call"
 
     def _who(self, rank: int) -> str:

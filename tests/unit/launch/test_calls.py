@@ -188,8 +188,11 @@ def test_ranks_of_other_machines_are_blamed_last(ring: CallRing, tmp_path: Path)
     assert text.endswith("the calls of 1 of 4 ranks could be read")
 
 
-def copied_rings(folder: Path, num_ranks: int, *, late: int) -> None:
-    """Full rings of ranks that wait for one of them, as they are copied after a failure."""
+def copied_rings(folder: Path, num_ranks: int, *, late: int, failed: bool = False) -> None:
+    """Full rings of ranks that wait for one of them, as they are copied after a failure.
+
+    The call in which they wait may have failed, as after a timeout.
+    """
     saved_folder(folder).mkdir(parents=True)
     for rank in range(num_ranks):
         ring = CallRing.create(folder, rank=rank, world_size=num_ranks, run="r")
@@ -205,12 +208,15 @@ def copied_rings(folder: Path, num_ranks: int, *, late: int) -> None:
             call = world.begin("all_reduce_", (4,), "float32")
             with contextlib.nullcontext() if is_last else call:
                 pass
+            if is_last and failed:
+                call.move_to(FAILED)
         shutil.copyfile(ring.path, saved_folder(folder) / ring.path.name)
         ring.remove()
 
 
-def test_copied_rings_are_compared_in_little_memory(tmp_path: Path) -> None:
-    copied_rings(tmp_path, 40, late=13)
+@pytest.mark.parametrize("failed", [False, True])
+def test_copied_rings_are_compared_in_little_memory(tmp_path: Path, failed: bool) -> None:
+    copied_rings(tmp_path, 40, late=13, failed=failed)
     tracemalloc.start()
     rings = read_rings(tmp_path)
     found = diagnose(rings)
