@@ -46,8 +46,16 @@ def facts(*packages: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("megacore", *packages)},
-        "command": " ".join(["python", *sys.argv]).replace(f"{Path(__file__).parents[1]}/", ""),
+        "command": " ".join(["python", *map(_without_folders, sys.argv)]),
     }
+
+
+def _without_folders(argument: str) -> str:
+    """Return an absolute path from the repository, or its file name where it is elsewhere."""
+    path, root = Path(argument), Path(__file__).parents[1]
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(root) if path.is_relative_to(root) else path.name)
 
 
 def header(*packages: str) -> str:

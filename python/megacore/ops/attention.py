@@ -54,10 +54,11 @@ def attention(
     Sync:
         None.
     """
-    if not is_observed() and _has_kernel(q, k, v, mask, scale):
+    observed = is_observed()
+    if not observed and _has_kernel(q, k, v, mask, scale):
         result: Tensor = _Ours.apply(q, k, v, is_causal, _scale(q, scale))  # type: ignore[no-untyped-call]
         return result
-    if is_observed() or not _is_widened(q):
+    if observed or not _is_widened(q):
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
@@ -95,7 +96,7 @@ def takes_any_width(q: Tensor, k: Tensor, v: Tensor) -> bool:
         k: ``(B, G, T, D)``.
         v: ``(B, G, T, E)``.
     """
-    return k.shape[-1] == v.shape[-1] or _has_kernel(q, k, v, None, None)
+    return k.shape[-1] == v.shape[-1] or (not is_observed() and _has_kernel(q, k, v, None, None))
 
 
 def flash_on_cpu(
@@ -191,7 +192,7 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 
 
 def _pays(q: Tensor, k: Tensor) -> bool:
-    """Return whether there are enough queries and threads have enough to do.
+    """Return whether there are several queries, and work for all threads.
 
     Packing the keys for one query takes as long as reading them, and one thread computes all heads
     that share a head of keys.

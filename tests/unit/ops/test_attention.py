@@ -12,7 +12,13 @@ from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
 from megacore.ops import gemm_cpu
-from megacore.ops.attention import Attended, attention, flash_on_cpu, flash_on_cpu_backward
+from megacore.ops.attention import (
+    Attended,
+    attention,
+    flash_on_cpu,
+    flash_on_cpu_backward,
+    takes_any_width,
+)
 from megacore.ops.kernel_choice import MEASURED, leaving
 
 BATCH, SEQ, WIDTH = 2, 70, 24
@@ -134,6 +140,15 @@ def test_torch_computes_what_has_no_kernel(shapes: list[tuple[int, ...]]) -> Non
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     with leaving((), "cpu"):
         assert torch.equal(attention(q, k, v, is_causal=True, grouped=True), expected)
+
+
+def test_values_of_another_width_are_padded_where_the_kernel_is_not_called() -> None:
+    q, k, v, _ = draw(2, 2, 9)
+    with leaving((), "cpu"):
+        assert takes_any_width(q, k, v)
+        with torch.autocast("cpu"):
+            assert not takes_any_width(q, k, v)
+            assert takes_any_width(q, k, q)
 
 
 def test_torch_knows_the_operations() -> None:
