@@ -17,10 +17,13 @@ NARROW_DTYPES = ("bfloat16", "float16")
 Product = Literal["forward", "input_grad", "weight_grad"]
 PRODUCT_NAMES: tuple[Product, ...] = get_args(Product)
 # Sizes of products on CPUs, and their least multiply-adds. Below the smallest number, a call from
-# Python takes longer than the faster product saves.
-Size = Literal["small", "medium", "large"]
+# Python takes longer than the faster product saves. Products of 2 to `FEW_ROWS` rows have a choice
+# of their own, because reading or writing the weight takes most of their time. One row is a product
+# with a vector, for which libraries have another function.
+Size = Literal["few_rows", "small", "medium", "large"]
+FEW_ROWS = 8
 _MACS: Mapping[Size, int] = MappingProxyType(
-    {"small": 1 << 20, "medium": 1 << 23, "large": 1 << 27}
+    {"few_rows": 1 << 20, "small": 1 << 20, "medium": 1 << 23, "large": 1 << 27}
 )
 SIZES = tuple(_MACS)
 

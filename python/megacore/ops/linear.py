@@ -15,6 +15,7 @@ Shapes: M rows, N output features, K input features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,25 +26,32 @@ from torch.autograd.function import once_differentiable
 from megacore.ops import gemm
 from megacore.ops.grouped_product import grouped_product
 from megacore.ops.kernel_choice import (
+    FEW_ROWS,
     LINEAR_MACS,
     NARROW_DTYPES,
     PRODUCT_NAMES,
-    SIZES,
     Product,
+    Size,
     is_left,
     linear_name,
 )
 from megacore.ops.register import define_op
 
-# Least multiply-adds and names by dtype and product, the largest first.
-_SIZES = {
-    (getattr(torch, dtype), product): [
-        (LINEAR_MACS[name], name)
-        for name in (linear_name(dtype, size, product) for size in reversed(SIZES))
-    ]
-    for dtype in ("float32", *NARROW_DTYPES)
-    for product in PRODUCT_NAMES
-}
+
+def _names_of(sizes: Iterable[Size]) -> Mapping[tuple[torch.dtype, Product], list[tuple[int, str]]]:
+    """Return least multiply-adds and names of sizes, by dtype and product."""
+    return {
+        (getattr(torch, dtype), product): [
+            (LINEAR_MACS[name], name)
+            for name in (linear_name(dtype, size, product) for size in sizes)
+        ]
+        for dtype in ("float32", *NARROW_DTYPES)
+        for product in PRODUCT_NAMES
+    }
+
+
+_FEW_ROWS = _names_of(["few_rows"])
+_SIZES = _names_of(["large", "medium", "small"])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -187,10 +195,11 @@ def _is_ours(product: Product, rows: Tensor, weight: Tensor) -> bool:
 
 def _is_faster(product: Product, rows: Tensor, num_weights: int) -> bool:
     """Return whether our products of rows with a weight of a size are used on this processor."""
-    num_macs = rows.shape[:-1].numel() * num_weights
+    num_rows = rows.shape[:-1].numel()
     if rows.is_cpu:
-        for least, name in _SIZES.get((rows.dtype, product), ()):
-            if num_macs >= least:
+        sizes = _FEW_ROWS if 1 < num_rows <= FEW_ROWS else _SIZES
+        for least, name in sizes.get((rows.dtype, product), ()):
+            if num_rows * num_weights >= least:
                 return not is_left(name, "cpu")
     return False
 

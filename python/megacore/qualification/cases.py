@@ -31,7 +31,7 @@ from megacore.ops import (  # noqa: F401  registers
 )
 from megacore.ops.attention import attention
 from megacore.ops.fp8 import fp8_grouped_gemm
-from megacore.ops.kernel_choice import LINEAR_MACS, MEASURED
+from megacore.ops.kernel_choice import FEW_ROWS, LINEAR_MACS, MEASURED
 from megacore.ops.linear import (
     add_weight_grad_,
     multiply_,
@@ -440,30 +440,39 @@ def _held_counts(draw: Draw) -> Iterator[Call]:
 
 # Queries, keys and values of a call of attention that is measured.
 _ATTENTION_SHAPE = (1, 4, 256, 64)
+# Of a weight of 9 MB in float32, which no cache of one core holds.
+_FEW_ROWS_FEATURES = 1536
 
 
 def measured_calls(name: str) -> Iterator[Call]:
     """Yield calls of an operation of `MEASURED`, of a typical size of their own."""
     kind, dtype, *rest = name.split(".")
     random = torch.Generator().manual_seed(1)
-    run: Callable[..., Any] = _attention_passes
-    shape: tuple[int, ...] = _ATTENTION_SHAPE
-    count = 4
+    run: Callable[..., Any]
     if kind == "linear":
-        run, shape, count = _LINEAR[rest[-1]], (linear_side(name),) * 2, 2
-    drawn = (torch.randn(*shape, generator=random) for _ in range(count))
+        rows, features = linear_shape(name)
+        run = _LINEAR[rest[-1]]
+        drawn = [torch.randn(rows, features, generator=random)]
+        second = rows if rest[-1] == "weight_grad" else features
+        drawn.append(torch.randn(second, features, generator=random))
+    else:
+        run = _attention_passes
+        drawn = [torch.randn(*_ATTENTION_SHAPE, generator=random) for _ in range(4)]
     yield run, [each.to(getattr(torch, dtype)) for each in drawn]
 
 
-def linear_side(name: str) -> int:
+def linear_shape(name: str) -> tuple[int, int]:
     """Return the rows and features of the products that are measured for a name of linear layers.
 
-    They have four times the least multiply-adds of the name in float32, and in 16 bits, for which
+    Cubes have four times the least multiply-adds of the name in float32, and in 16 bits, for which
     some processors need a hundred times as long, once. They are multiples of 16, as in models.
     """
+    if ".few_rows." in name:
+        return FEW_ROWS, _FEW_ROWS_FEATURES
     is_wide = name.split(".")[1] == "float32"
     side: float = (LINEAR_MACS[name] * (4 if is_wide else 1)) ** (1 / 3)
-    return 16 * math.ceil(side / 16 - 1e-6)
+    side = 16 * math.ceil(side / 16 - 1e-6)
+    return int(side), int(side)
 
 
 def _attention_passes(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
@@ -474,13 +483,13 @@ def _attention_passes(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Ten
 
 
 def _linear_forward(x: Tensor, w: Tensor) -> Tensor:
-    y = torch.empty_like(x)
+    y = x.new_empty(len(x), len(w))
     multiply_(y, x, w)
     return y
 
 
 def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    grad_w = torch.empty_like(x, dtype=torch.float32)
+    grad_w = x.new_empty(grad.shape[1], x.shape[1], dtype=torch.float32)
     if x.dtype == torch.float32:
         multiply_weight_grad_(grad_w, grad, x)
     else:
@@ -488,7 +497,7 @@ def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     return grad_w
 
 
-# By the last word of a name, of square matrices.
+# By the last word of a name.
 _LINEAR: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
     {
         "forward": _linear_forward,

@@ -31,11 +31,10 @@ from megacore.ops.cuda_module import cuda_kernels, device_facts
 from megacore.ops.kernel_choice import (
     MEASURED,
     PRODUCT_NAMES,
-    SIZES,
     linear_name,
     measured_for,
 )
-from megacore.qualification.cases import Sizes, linear_side, operation_names
+from megacore.qualification.cases import Sizes, linear_shape, operation_names
 from megacore.qualification.child import Request
 from megacore.qualification.compare import FASTER, SLOWER
 
@@ -82,8 +81,8 @@ class Verdict:
         """Return the time of products of linear layers in a 16-bit dtype over that in float32.
 
         The passes of a layer count together, each by the faster of the two ways, but by torch for
-        the names in ``left``, and of the sizes the one with the highest factor; small products are
-        left out. 0 if not measured.
+        the names in ``left``, and of the sizes the one with the highest factor; products that are
+        small or of few rows are left out. 0 if not measured.
 
         Example:
             >>> passes = "forward", "input_grad", "weight_grad"
@@ -94,12 +93,12 @@ class Verdict:
             (1.0, 12.1)
         """
         factors = [0.0]
-        for size in SIZES[1:]:
+        for size in ("medium", "large"):
             wide = [linear_name("float32", size, product) for product in PRODUCT_NAMES]
             narrow = [linear_name(dtype, size, product) for product in PRODUCT_NAMES]
             if {*wide, *narrow} <= self.times.keys():
                 seconds = sum(self.times[n][1] if n in left else min(self.times[n]) for n in narrow)
-                work = (linear_side(wide[0]) / linear_side(narrow[0])) ** 3
+                work = (linear_shape(wide[0])[0] / linear_shape(narrow[0])[0]) ** 3
                 factors.append(seconds * work / sum(min(self.times[name]) for name in wide))
         return round(max(factors), 1)
 

@@ -145,12 +145,15 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("product", PRODUCT_NAMES)
-@pytest.mark.parametrize(("side", "size"), [*zip([128, 256, 640], SIZES, strict=True)])
+@pytest.mark.parametrize(
+    ("rows", "side", "size"),
+    [*zip([8, 9, 256, 640], [400, 400, 256, 640], SIZES, strict=True)],
+)
 def test_each_size_and_pass_has_its_choice(
-    side: int, size: Size, product: Product, products: list[str]
+    rows: int, side: int, size: Size, product: Product, products: list[str]
 ) -> None:
     name = linear_name("float32", size, product)
-    x, weight = random(side, side), random(side, side)
+    x, weight = random(rows, side), random(side, side)
     expected = gradients(nn.functional.linear, x, weight, None)
     with leaving({name}, "cpu"):
         found = gradients(linear, x, weight, None)

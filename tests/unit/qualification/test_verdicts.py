@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megacore.ops.kernel_choice import (
+    FEW_ROWS,
     LINEAR_MACS,
     MEASURED,
     NARROW_DTYPES,
@@ -32,7 +33,7 @@ from megacore.qualification import (
     verdict,
 )
 from megacore.qualification import choice as choice_module
-from megacore.qualification.cases import AWKWARD, Draw, Sizes, calls_of, linear_side
+from megacore.qualification.cases import AWKWARD, Draw, Sizes, calls_of, linear_shape
 from megacore.qualification.child import Request, events
 from megacore.qualification.compare import first_difference
 
@@ -133,9 +134,15 @@ def test_measured_products_are_of_the_size_of_their_name() -> None:
         for size, larger in itertools.pairwise([*SIZES, None]):
             assert size is not None
             name = linear_name(dtype, size, "forward")
-            assert LINEAR_MACS[name] <= linear_side(name) ** 3 <= 8 * LINEAR_MACS[name]
+            rows, features = linear_shape(name)
+            assert LINEAR_MACS[name] <= rows * features**2
+            if size == "few_rows":
+                assert rows == FEW_ROWS
+                continue
+            assert rows == features > FEW_ROWS
+            assert rows**3 <= 8 * LINEAR_MACS[name]
             if larger is not None:
-                assert linear_side(name) ** 3 < LINEAR_MACS[linear_name(dtype, larger, "forward")]
+                assert rows**3 < LINEAR_MACS[linear_name(dtype, larger, "forward")]
 
 
 def test_slow_products_in_16_bits_are_noted(
