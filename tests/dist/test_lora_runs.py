@@ -164,6 +164,33 @@ def test_adapters_need_a_base(folder: Path) -> None:
     run_folder(0, 1, folder, {**changes, **moved})
 
 
+def test_a_moved_base_is_named_by_an_option(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_folder(0, 1, folder, adapted(folder, train__steps=1))
+    run = str(folder / "run")
+    ways = [
+        ["eval", run, "--json", "--data", str(folder / "text.txt")],
+        ["generate", run, "--prompt=The", "--temperature=0", "--max-new-tokens=4"],
+    ]
+
+    def output(*arguments: str, code: int = 0) -> str:
+        capfd.readouterr()
+        assert main(list(arguments)) == code
+        printed = capfd.readouterr()
+        return printed.err if code else printed.out
+
+    before = [output(*way) for way in ways]
+    (folder / "base").rename(folder / "moved")
+    for way, expected in zip(ways, before, strict=True):
+        assert "--base of eval, generate and export-hf" in output(*way, code=2)
+        assert output(*way, "--base", str(folder / "moved")) == expected
+        whole = [way[0], str(folder / "moved"), *way[2:], "--base", run]
+        assert "--base must be left out for " in output(*whole, code=2)
+    given = f"--checkpoint.load_weights={folder / 'moved'}"
+    assert "--base names the base of adapters" in output(*ways[0], given, code=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -292,6 +292,7 @@ def test_rows_of_benchmarks_are_kept_as_they_come(gpu_check: ModuleType, tmp_pat
     }
 
 
+@pytest.mark.campaign
 def test_every_step_runs_on_a_fake_device(gpu_check: ModuleType, tmp_path: Path) -> None:
     command = [ROOT / "scripts" / "gpu_check.sh", "--fake-device", "--budget-s=900"]
     done = subprocess.run(

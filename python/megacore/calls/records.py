@@ -160,7 +160,7 @@ class _CopiedRecords(Sequence[CallRecord]):
         """Return the highest serial of the records; 0 if there are none."""
         with contextlib.suppress(OSError, ValueError):
             data = _data_of(self._path)
-            return max(fields[0] for fields in RECORD.iter_unpack(data[RECORDS_AT:NAMES_AT]))
+            return int(max(row[0] for row in RECORD.iter_unpack(data[RECORDS_AT:NAMES_AT])))
         return 0
 
     def select(self, wanted: Wanted) -> list[CallRecord]:

@@ -116,13 +116,26 @@ def find_base(given: str | Path | None, adapters: Path | None) -> BaseWeights:
         if not Path(path).exists():
             raise CheckpointError(
                 f"checkpoint {adapters} has adapters of the weights {path}, which do not exist; "
-                "link that path to their present place, or name this place in "
-                "checkpoint.load_weights of a run that resumes or --base of export-hf"
+                "name their present place in checkpoint.load_weights of a run, or in --base of "
+                "eval, generate and export-hf"
             )
     base = BaseWeights.of(path)
     if adapters is not None:
         base.check(adapters)
     return base
+
+
+def require_adapters(checkpoint: Path, base: str | Path) -> None:
+    """Check that a base is named for adapters only.
+
+    Raises:
+        CheckpointError: If the weights are those of a whole model.
+    """
+    if is_model_folder(checkpoint) or BaseWeights.of_adapters(checkpoint) is None:
+        raise CheckpointError(
+            f"--base must be left out for {checkpoint}, which has all weights of a model, got "
+            f"{base}"
+        )
 
 
 def _sampled_checksum(folder: Path) -> int:

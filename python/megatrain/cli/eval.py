@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "on the validation sets of the run (train.eval_steps batches of each, as in training), or "
         "on other data. Settings of the run can be changed: --model.seq_length=512, "
         "--parallel.tp=2.",
-        usage="megacore eval RUN [--data DATA | --reference PAIRS] [--logprobs FILE] [--nproc N] "
-        "[--json] [--section.key=value ...]",
+        usage="megacore eval RUN [--data DATA | --reference PAIRS] [--logprobs FILE] "
+        "[--base WEIGHTS] [--nproc N] [--json] [--section.key=value ...]",
     )
     parser.add_argument(
         "weights",
@@ -64,6 +64,11 @@ def add_parser(subparsers: Any) -> None:
         help="write the log-probs of the answers of pairs, for training on preferences",
     )
     parser.add_argument(
+        "--base",
+        metavar="WEIGHTS",
+        help="the base of a checkpoint of adapters (default: the place that the checkpoint names)",
+    )
+    parser.add_argument(
         "--logprobs",
         metavar="FILE",
         type=Path,
@@ -87,7 +92,12 @@ def run(args: argparse.Namespace) -> int:
 
     world_size = launched_rank(os.environ).world_size if launcher else args.nproc
     source = open_source(
-        args.weights, args.settings, data=args.data, whole=args.all, pairs=args.reference
+        args.weights,
+        args.settings,
+        data=args.data,
+        whole=args.all,
+        pairs=args.reference,
+        base=args.base,
     )
     config = resolve_for_training(source.config, world_size, launcher=launcher or "--nproc")
     check_start(config)

@@ -70,6 +70,12 @@ def add_parser(subparsers: Any) -> None:
         "model's files name as the end, and the tokenizer's end-of-document token, end a text)",
     )
     parser.add_argument(
+        "--base",
+        metavar="WEIGHTS",
+        default=argparse.SUPPRESS,
+        help="the base of a checkpoint of adapters (default: the place that the checkpoint names)",
+    )
+    parser.add_argument(
         "--bos",
         metavar="TOKEN",
         default=argparse.SUPPRESS,
@@ -101,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             _require_text(option, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choose_kernels(torch.device(device))
-    restored = restore_model(args.checkpoint, device=device)
+    restored = restore_model(args.checkpoint, device=device, base=getattr(args, "base", None))
     _require_tokenizer(args.checkpoint, restored)
     tokenizer, data = restored.tokenizer, restored.config.data
     frame = frame_of(tokenizer, bos=getattr(args, "bos", data.bos), eod=data.eod)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megacore.parallel import ProcessGroups
 from megatrain.checkpoint import StoredWeights
+from megatrain.checkpoint.base_weights import require_adapters
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
@@ -38,22 +39,30 @@ class RestoredModel:
     tokenizer: Tokenizer
 
 
-def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> RestoredModel:
+def restore_model(
+    path: str | Path, *, device: torch.device | str = "cpu", base: str | Path | None = None
+) -> RestoredModel:
     """Build the model of a checkpoint and load its weights.
 
     Args:
         path: A checkpoint folder, the folder of all checkpoints, a run's folder, or a Hugging Face
             folder.
         device: Device of the weights.
+        base: Base of a checkpoint of adapters. Default: the place that the checkpoint names.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged or of another model.
+        CheckpointError: If the checkpoint or the base is missing, damaged or of another model, or
+            a base is given for a whole model.
         DataError: If the tokenizer cannot be read.
         MegacoreError: If the Hugging Face model cannot be imported.
     """
     if is_model_folder(Path(path)):
+        if base is not None:
+            require_adapters(Path(path), base)
         return _restore_hf(Path(path), device)
     stored = StoredWeights(path, verified=False)
+    if base is not None:
+        require_adapters(stored.folder, base)
     config = config_from_values(stored.config, source=str(path))
     if config.model.factory is not None:
         raise CheckpointError(
@@ -74,7 +83,9 @@ def restore_model(path: str | Path, *, device: torch.device | str = "cpu") -> Re
         initialize=False,
     )
     with stored:
-        source = open_merged(stored, dtype=torch.float32) if config.lora.is_on else stored
+        source = stored
+        if config.lora.is_on:
+            source = open_merged(stored, path=base, dtype=torch.float32)
         weights = source.read(source.names())
         stored.verify()
     _fill(model, weights, path)

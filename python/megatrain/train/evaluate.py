@@ -13,6 +13,7 @@ import numpy as np
 
 from megacore.errors import ConfigError, DataError
 from megatrain.checkpoint import StoredWeights, read_index
+from megatrain.checkpoint.base_weights import require_adapters
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
@@ -28,9 +29,9 @@ from megatrain.hf.import_hf import open_folder
 from megatrain.hf_folder import dtype_name, is_model_folder
 from megatrain.launch.context import RankContext
 from megatrain.train.console import EvaluationConsole
-from megatrain.train.initial_weights import load_initial_weights
+from megatrain.train.initial_weights import load_base, load_initial_weights
 from megatrain.train.logprobs import LogprobFile, LogprobRecorder
-from megatrain.train.trainer import build_trainer
+from megatrain.train.trainer import Trainer, build_trainer
 from megatrain.train.weight_stream import weights_checksums
 
 # Limit of the default sequence length of Hugging Face models, many of which take far longer ones.
@@ -54,6 +55,7 @@ class EvalSource:
         config: The settings to evaluate with, not resolved.
         whole: Whether every sample of a set counts once, instead of ``train.eval_steps`` batches.
         pairs: File or folder of pairs, for the log-probs of their answers; ``None``: the loss.
+        base: Base of a checkpoint of adapters; ``None``: the place that the checkpoint names.
     """
 
     path: Path
@@ -61,6 +63,7 @@ class EvalSource:
     config: Config
     whole: bool
     pairs: str | None = None
+    base: str | None = None
 
 
 def open_source(
@@ -70,6 +73,7 @@ def open_source(
     data: str | None = None,
     whole: bool = False,
     pairs: str | None = None,
+    base: str | None = None,
 ) -> EvalSource:
     """Find weights, and the settings of their evaluation: those of the run, on one process.
 
@@ -79,13 +83,19 @@ def open_source(
         data: Data to evaluate on, as ``data.source``. Default: the validation sets.
         whole: As in `EvalSource`; also if ``data`` is given and ``train.eval_steps`` is not.
         pairs: As in `EvalSource`.
+        base: As in `EvalSource`.
 
     Raises:
-        CheckpointError: If there is no checkpoint.
+        CheckpointError: If there is no checkpoint, or a base is given for a whole model.
         MegacoreError: If the Hugging Face model is not supported, or a setting is invalid.
     """
     path, step = Path(path), None
     keys = {key for key, _ in settings}
+    if "checkpoint.load_weights" in keys:
+        raise ConfigError(
+            f"checkpoint.load_weights must be left out: the weights of {path} are evaluated; "
+            "--base names the base of adapters"
+        )
     data, whole = (data, whole) if pairs is None else (pairs, True)
     if is_model_folder(path):
         values = _hf_values(path, data, keys)
@@ -117,7 +127,9 @@ def open_source(
         tokenizer = tokenizer_beside(config.data.tokenizer, path)
         data_section = config.data.model_copy(update={"tokenizer": tokenizer})
         config = config.model_copy(update={"data": data_section})
-    return EvalSource(path=path, step=step, config=config, whole=whole, pairs=pairs)
+    if base is not None:
+        require_adapters(path, base)
+    return EvalSource(path=path, step=step, config=config, whole=whole, pairs=pairs, base=base)
 
 
 def _run_values(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +183,7 @@ def evaluate(
     trainer = build_trainer(
         config, world_size=context.world_size, device=context.device, initialize=False
     )
-    load_initial_weights(trainer, source.path)
+    trainer = _loaded(trainer, source)
     counts = trainer.validation_samples(whole=source.whole)
     file = None if logprobs is None else LogprobFile(logprobs, trainer)
     recorder = None if file is None else LogprobRecorder(trainer)
@@ -214,6 +226,15 @@ def evaluate(
     }
 
 
+def _loaded(trainer: Trainer, source: EvalSource) -> Trainer:
+    """Fill the weights of a trainer. Collective."""
+    if source.base is not None:
+        base, _ = load_base(trainer, source.base, adapters=source.path)
+        trainer = replace(trainer, base=base)
+    load_initial_weights(trainer, source.path)
+    return trainer
+
+
 def evaluate_pairs(
     source: EvalSource, config: ResolvedConfig, context: RankContext
 ) -> dict[str, Any]:
@@ -238,7 +259,7 @@ def evaluate_pairs(
     every = PairDataset.in_order(found)
     data = replace(data, train=every, validation={"pairs": every}, validation_weights={"pairs": 1})
     trainer = build_trainer(config, world_size=context.world_size, device=context.device, data=data)
-    load_initial_weights(trainer, source.path)
+    trainer = _loaded(trainer, source)
     checksums = weights_checksums(trainer)
     path = reference_path(source.pairs, config.preference)
     file, recorder = LogprobFile(path, trainer), LogprobRecorder(trainer)
