@@ -83,10 +83,11 @@ def restore_model(
         initialize=False,
     )
     with stored:
-        source = stored
         if config.lora.is_on:
-            source = open_merged(stored, path=base, dtype=torch.float32)
-        weights = source.read(source.names())
+            merged = open_merged(stored, path=base, dtype=torch.float32)
+            weights = merged.read(merged.names())
+        else:
+            weights = stored.read(stored.names())
         stored.verify()
     _fill(model, weights, path)
     return RestoredModel(
