@@ -30,6 +30,7 @@ from megacore.ops.kernel_choice import (
     LINEAR_MACS,
     NARROW_DTYPES,
     PRODUCT_NAMES,
+    SIZES,
     Product,
     Size,
     is_left,
@@ -51,7 +52,7 @@ def _names_of(sizes: Iterable[Size]) -> Mapping[tuple[torch.dtype, Product], lis
 
 
 _FEW_ROWS = _names_of(["few_rows"])
-_SIZES = _names_of(["large", "medium", "small"])
+_SIZES = _names_of([size for size in reversed(SIZES) if size != "few_rows"])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

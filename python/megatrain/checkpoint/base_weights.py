@@ -125,16 +125,23 @@ def find_base(given: str | Path | None, adapters: Path | None) -> BaseWeights:
     return base
 
 
-def require_adapters(checkpoint: Path, base: str | Path) -> None:
-    """Check that a base is named for adapters only.
+def adapters_in(path: Path) -> Path | None:
+    """Return the checkpoint of adapters that a path means; ``None`` if it has all weights."""
+    if is_model_folder(path):
+        return None
+    folder = resolve_checkpoint(path)
+    return None if BaseWeights.of_adapters(folder) is None else folder
+
+
+def check_base_option(path: Path, base: str | Path | None) -> None:
+    """Check that ``--base`` is given for adapters only.
 
     Raises:
-        CheckpointError: If the weights are those of a whole model.
+        CheckpointError: If the weights in ``path`` are those of a whole model.
     """
-    if is_model_folder(checkpoint) or BaseWeights.of_adapters(checkpoint) is None:
+    if base is not None and adapters_in(path) is None:
         raise CheckpointError(
-            f"--base must be left out for {checkpoint}, which has all weights of a model, got "
-            f"{base}"
+            f"--base must be left out for {path}, which has all weights of a model, got {base}"
         )
 
 

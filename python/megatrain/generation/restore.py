@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megacore.parallel import ProcessGroups
 from megatrain.checkpoint import StoredWeights
-from megatrain.checkpoint.base_weights import require_adapters
+from megatrain.checkpoint.base_weights import check_base_option
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, DataConfig, config_from_values, resolve
@@ -56,13 +56,10 @@ def restore_model(
         DataError: If the tokenizer cannot be read.
         MegacoreError: If the Hugging Face model cannot be imported.
     """
+    check_base_option(Path(path), base)
     if is_model_folder(Path(path)):
-        if base is not None:
-            require_adapters(Path(path), base)
         return _restore_hf(Path(path), device)
     stored = StoredWeights(path, verified=False)
-    if base is not None:
-        require_adapters(stored.folder, base)
     config = config_from_values(stored.config, source=str(path))
     if config.model.factory is not None:
         raise CheckpointError(

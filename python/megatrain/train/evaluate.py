@@ -13,7 +13,7 @@ import numpy as np
 
 from megacore.errors import ConfigError, DataError
 from megatrain.checkpoint import StoredWeights, read_index
-from megatrain.checkpoint.base_weights import require_adapters
+from megatrain.checkpoint.base_weights import check_base_option
 from megatrain.checkpoint.model_files import tokenizer_beside
 from megatrain.checkpoint.tokenizer_files import TOKENIZER_NAME
 from megatrain.config import Config, ResolvedConfig, config_from_values
@@ -127,8 +127,7 @@ def open_source(
         tokenizer = tokenizer_beside(config.data.tokenizer, path)
         data_section = config.data.model_copy(update={"tokenizer": tokenizer})
         config = config.model_copy(update={"data": data_section})
-    if base is not None:
-        require_adapters(path, base)
+    check_base_option(path, base)
     return EvalSource(path=path, step=step, config=config, whole=whole, pairs=pairs, base=base)
 
 

@@ -11,9 +11,9 @@ from megacore.errors import CheckpointError, MegacoreError
 from megacore.optim import ParamPiece
 from megacore.parallel import ProcessGroups
 from megacore.parallel.params import ShardPosition
-from megatrain.checkpoint import load_checkpoint, resolve_checkpoint
+from megatrain.checkpoint import load_checkpoint
 from megatrain.checkpoint.agreement import on_every_rank, on_rank_0
-from megatrain.checkpoint.base_weights import BaseWeights, find_base
+from megatrain.checkpoint.base_weights import BaseWeights, adapters_in, find_base
 from megatrain.checkpoint.chunks import MAIN_PARAM
 from megatrain.checkpoint.format import read_index
 from megatrain.config import LoraConfig, ModelConfig, MoEConfig
@@ -42,7 +42,7 @@ def load_initial_weights(trainer: Trainer, path: str | Path) -> tuple[str, ...]:
         MegacoreError: On every rank, if there are no weights, or they are of another shape.
     """
     notes: tuple[str, ...] = ()
-    adapters = on_every_rank(lambda: _adapters_in(Path(path)), trainer.groups)
+    adapters = on_every_rank(lambda: adapters_in(Path(path)), trainer.groups)
     if trainer.config.lora.is_on:
         if trainer.base is None:
             _, notes = load_base(trainer, path, adapters=None)
@@ -88,14 +88,6 @@ def load_base(
             if isinstance(module, Adapter):
                 module.start_magnitudes()
     return base, notes
-
-
-def _adapters_in(path: Path) -> Path | None:
-    """Return the checkpoint of adapters that a path means, or ``None``."""
-    if is_model_folder(path):
-        return None
-    folder = resolve_checkpoint(path)
-    return None if BaseWeights.of_adapters(folder) is None else folder
 
 
 def _scale_notes(adapters: Path, ours: LoraConfig) -> tuple[str, ...]:
