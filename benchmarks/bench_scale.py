@@ -265,7 +265,7 @@ def why_hung(world_size: int) -> Mapping[str, float]:
 
 
 def write_rings(run: Path, ranks: range, world_size: int, *, failed: bool) -> Mapping[str, float]:
-    """Write the rings of some ranks in training, of which one is late, as long as they can be.
+    """Write full rings of some ranks in training, of which one is late.
 
     Args:
         run: Folder of the run.

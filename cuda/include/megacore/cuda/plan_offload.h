@@ -14,7 +14,7 @@ struct PlanOffloadParams {
   moe::PlanShape shape = {};
   moe::PlanSpec spec = {};          // with the spare slots of the shape
   const int64_t* counts = nullptr;  // (num_ranks, num_experts)
-  moe::RankPlan plan = {};          // written everywhere
+  moe::RankPlan plan = {};          // of a rank of the shape; written everywhere
   int64_t* elapsed_ns = nullptr;    // (1) written: how long the block has worked
 };
 
